@@ -1,0 +1,63 @@
+"""What a save takes from the live objects, and what a restore puts back: the border between `state` and the rest.
+
+`State.capture` gives a `Captured`; the snapshot copies its tensors and the manifest keeps its values.
+`State.prepare` takes what a checkpoint says it holds, checks it against the live objects without touching them, and
+gives a `Restoration`: the tensors to read bytes into, and what to call when they are filled.
+No module of this package communicates with other ranks or touches the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+Json: TypeAlias = Any
+"""A value that JSON can hold, as `state.codec` encodes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """One tensor of the state, as it lies in the running job. Not a copy."""
+
+    tensor: torch.Tensor
+    """Detached; any device, strides and memory format."""
+    replicated: bool
+    """True if every rank holds the same values by construction (parameters under DDP and their optimizer state), so
+    that ranks may share the writing. False: each rank's own, stored once per rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """What a checkpoint says of one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Captured:
+    """The state of one rank at one moment. Valid until the training loop goes on."""
+
+    tensors: dict[str, LiveTensor] = field(default_factory=dict)
+    """By full name: `model/h.0.weight`, `optimizer/state/model/h.0.weight/exp_avg`, `rng/torch`."""
+    values: dict[str, Json] = field(default_factory=dict)
+    """By registered name (`scheduler`, `optimizer`, …, and `rng`): everything that is not a tensor, encoded."""
+
+
+@dataclass(slots=True)
+class Restoration:
+    """A restore that was checked and is ready to be filled."""
+
+    targets: dict[str, torch.Tensor]
+    """Where the bytes of each saved tensor go, by full name: live storage where there is one, fresh tensors elsewhere.
+    Fill with `target.copy_(value)` under `torch.no_grad()`; shapes and dtypes equal the saved ones."""
+    finish: Callable[[], None]
+    """Call once after all targets are filled: hands values to `load_state_dict`s and restores RNG last of all."""
+    warnings: list[str] = field(default_factory=list)
+    """What is not exactly as it was (a parameter frozen since, say); one line each, for one warning."""
+
+
+SavedTensors: TypeAlias = Mapping[str, SavedTensor]
