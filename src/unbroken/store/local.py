@@ -1,0 +1,184 @@
+"""A local or shared directory as a place for bytes.
+
+Knows names and bytes, nothing of tensors, ranks or steps. The rules of durability stand here, at the lines that keep
+them. Names are relative, of plain characters, and never lead outside the root: not by `..`, not by a link.
+
+What a crash leaves behind: `create` a file that nobody refers to (its caller deletes it, or the sweep after a later
+commit); `publish` a `.tmp-…` file beside the name (the same sweep), never a half-written name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+_COMPONENT = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*|\.(?:tmp|probe)-[A-Za-z0-9-]+")
+CHUNK_BYTES = 64 << 20
+"""Most bytes given to one write or read call."""
+
+
+class LocalStore:
+    """Bytes under one directory. May be used from several threads and processes at once.
+
+    Methods raise OSError as the system gives it, and ValueError for a name that is no plain relative name.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def create(self, name: str, data: memoryview | bytes) -> None:
+        """Write a new file and make it durable: when this returns, a power cut does not lose it.
+
+        Raises FileExistsError if the name is taken. A failed write leaves no file.
+        """
+        path = self._path(name)
+        self._make_directory(path.parent)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            try:
+                _write_all(fd, memoryview(data))
+                # Invariant 1: the file's bytes are durable before anything refers to them.
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            _sync_directory(path.parent)
+        except BaseException:
+            # A full disk is the usual reason: give back the space of the failed try.
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Create a small file atomically and durably: it is there whole, or not at all.
+
+        Raises FileExistsError if the name is taken; of several racing publishers exactly one succeeds.
+        """
+        path = self._path(name)
+        temporary = f"{Path(name).parent}/.tmp-{secrets.token_hex(8)}"
+        self.create(temporary, data)
+        try:
+            _link_or_create(self._path(temporary), path, data)
+            # Invariant 1: without this the name itself can be lost after we said "committed".
+            _sync_directory(path.parent)
+        finally:
+            self._path(temporary).unlink(missing_ok=True)
+
+    def read(self, name: str, most_bytes: int) -> bytes:
+        """A small file's bytes. Raises ValueError if it is larger than `most_bytes` or no regular file."""
+        with self._open(name) as fd:
+            size = os.fstat(fd).st_size
+            if size > most_bytes:
+                raise ValueError(f"{name} has {size} bytes, more than the {most_bytes} such a file may have")
+            data = bytearray(size)
+            _read_all(fd, memoryview(data), 0)
+            return bytes(data)
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `begin` on. Raises EOFError if the file ends before."""
+        with self._open(name) as fd:
+            _read_all(fd, buffer, begin)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a regular file, or None if there is none of that name."""
+        try:
+            status = os.lstat(self._path(name))
+        except FileNotFoundError:
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def list(self, directory: str) -> list[str]:
+        """Names in a directory, sorted; empty if there is none. Links are left out: they may lead outside."""
+        path = self._path(directory) if directory else self.root
+        try:
+            with os.scandir(path) as entries:
+                return sorted(entry.name for entry in entries if not entry.is_symlink())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name in its directory, durably. A file that bears the new name is replaced."""
+        self._path(old).replace(self._path(new))
+        _sync_directory(self._path(new).parent)
+
+    def delete(self, name: str) -> None:
+        """Remove a file; nothing happens if there is none."""
+        self._path(name).unlink(missing_ok=True)
+
+    def sync(self, directory: str) -> None:
+        """Make additions and removals in a directory durable."""
+        _sync_directory(self._path(directory))
+
+    def delete_directory(self, directory: str) -> None:
+        """Remove a directory if it is empty; nothing happens otherwise."""
+        with contextlib.suppress(OSError):
+            self._path(directory).rmdir()
+
+    def _path(self, name: str) -> Path:
+        parts = [part for part in name.split("/") if part != "."]
+        if not parts or not all(_COMPONENT.fullmatch(part) for part in parts):
+            raise ValueError(f"{name!r} is not a plain relative name")
+        path = self.root
+        for part in parts[:-1]:
+            path = path / part
+            # A link planted in a hostile directory must not lead us outside it (invariant 10).
+            if path.is_symlink():
+                raise ValueError(f"{path} is a link; links inside a run directory are refused")
+        return path / parts[-1]
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ValueError(f"{name} is not a regular file")
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _make_directory(self, path: Path) -> None:
+        if not path.is_dir():
+            path.mkdir(parents=True, exist_ok=True)
+            _sync_directory(path.parent)
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data[:CHUNK_BYTES]) :]
+
+
+def _read_all(fd: int, buffer: memoryview, begin: int) -> None:
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done : done + CHUNK_BYTES]], begin + done)
+        if count == 0:
+            raise EOFError(f"the file ends at byte {begin + done}, {len(buffer) - done} bytes short")
+        done += count
+
+
+def _link_or_create(temporary: Path, path: Path, data: bytes) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without hard links. Exclusive creation still lets one publisher win; a cut record is
+        # recognised by its digest and does not count as existing.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            _write_all(fd, memoryview(data))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
