@@ -26,7 +26,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 soak: $(STAMP)
-	$(BIN)/python -m pytest -m slow -o addopts="-q --strict-markers -ra"
+	$(BIN)/python -m pytest -m slow -o addopts="-q --strict-markers -ra --import-mode=importlib"
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -222,6 +222,13 @@ def connect(deadline_s: float) -> Cluster:
     return _connected[1]
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as torch.distributed knows them; (0, 1) without it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
 def _alone(check_launcher: bool = True) -> Cluster:
     launched = os.environ.get("WORLD_SIZE", "1")
     if check_launcher and launched.isdigit() and int(launched) > 1:

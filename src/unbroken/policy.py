@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from unbroken.errors import UsageError
 
@@ -52,3 +55,41 @@ def young_daly_s(cost_s: float, mean_time_between_failures_s: float) -> float:
     Source: Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974; Daly 2006.
     """
     return math.sqrt(2 * max(cost_s, 1e-3) * max(mean_time_between_failures_s, 1.0))
+
+
+class Schedule:
+    """Whether a save is due, by steps or by the clock. Used by the training thread.
+
+    By steps every rank finds out alone. By the clock only rank 0's counts, and all ranks are asked to meet.
+    """
+
+    def __init__(self, every: Every | Literal["auto"] | None, now: Callable[[], float] = time.monotonic) -> None:
+        """`now` gives seconds from a clock that never goes back."""
+        self._now = now
+        self._steps = every.steps if isinstance(every, Every) else None
+        self._auto = every == "auto"
+        self._interval_s = AUTO_FIRST_S if self._auto else math.inf
+        if isinstance(every, Every) and every.minutes is not None:
+            self._interval_s = every.minutes * 60
+        self._mean_time_between_failures_s = 86400.0
+        self._last_s = now()
+
+    def begin(self, failures: int, age_s: float) -> None:
+        """Tell how often the job had to be started again and how long ago it was started first, in seconds."""
+        if failures > 0:
+            self._mean_time_between_failures_s = age_s / failures
+        self._last_s = self._now()
+
+    def due(self, step: int) -> bool:
+        """True if a save is due after optimizer step `step`, whatever the clock says."""
+        return self._steps is not None and step % self._steps == 0
+
+    def due_by_clock(self) -> bool:
+        """True if enough time has passed since the last save."""
+        return self._interval_s < math.inf and self._now() - self._last_s >= self._interval_s
+
+    def saved(self, cost_s: float) -> None:
+        """A save was taken, and the training loop stood still for `cost_s` seconds."""
+        self._last_s = self._now()
+        if self._auto:
+            self._interval_s = young_daly_s(cost_s, self._mean_time_between_failures_s)

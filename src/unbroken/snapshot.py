@@ -61,11 +61,12 @@ class Snapshot:
     """Encoded JSON by registered name."""
 
 
-def structure_of(captured: Captured) -> str:
+def structure_of(captured: Captured, replicated_only: bool = False) -> str:
     """Digest of what tensors there are: names, dtypes, shapes, and who holds them."""
     text = "\n".join(
         f"{name}\t{live.tensor.dtype}\t{tuple(live.tensor.shape)}\t{live.replicated}"
         for name, live in sorted(captured.tensors.items())
+        if live.replicated or not replicated_only
     )
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -135,4 +136,4 @@ def take(captured: Captured, plan: Plan, arena: Arena) -> Snapshot:
 def digest_tensor(tensor: torch.Tensor) -> str:
     """xxh3-64 of a tensor's values in row-major order, as 16 hex digits."""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(memoryview(flat.numpy()))
+    return xxhash.xxh3_64_hexdigest(flat.numpy().data)

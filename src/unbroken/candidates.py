@@ -1,0 +1,96 @@
+"""Which checkpoints lie in a run directory, and what of one a rank restores. Reads records, never tensors.
+
+Needs no process group: the command line looks at a directory with the same eyes as a restoring job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from unbroken.errors import DamagedCheckpoint, NewerFormat
+from unbroken.generations import Generation, read_newest
+from unbroken.image.header import dtype_of
+from unbroken.manifest import MANIFEST, MOST_BYTES, Manifest, TensorRecord, decode, parse_step_directory
+from unbroken.retention import MANIFEST_NAME
+from unbroken.state.captured import SavedTensor
+from unbroken.store.local import LocalStore
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One checkpoint that lies in the run directory, good or not."""
+
+    directory: str
+    step: int
+    micro_step: int
+    manifest: Manifest | None
+    """None if it cannot be used."""
+    problem: str = ""
+    """Why not."""
+    data: bytes = field(default=b"", repr=False)
+    """The manifest's bytes as they lie on disk."""
+
+
+def find_tip(store: LocalStore) -> tuple[Generation | None, list[str]]:
+    """The newest generation, whose lineage counts, and warnings about damaged records. Raises NewerFormat."""
+    tip, damaged = read_newest(store)
+    return tip, [f"{line}; its lineage is unknown, going by the generation before it" for line in damaged]
+
+
+def candidates(store: LocalStore, tip: Generation | None) -> Iterator[Candidate]:
+    """Every checkpoint on the lineage of `tip`, newest first, and those that cannot be read, with the reason.
+
+    Directories without a manifest were never committed and are passed over in silence, as are checkpoints of an
+    abandoned history. Manifests are read one by one, as the caller asks. Raises NewerFormat.
+    """
+    steps = [(place, name) for name in store.list("") if (place := parse_step_directory(name)) is not None]
+    for place, directory in sorted(steps, reverse=True):
+        # A manifest that was moved aside by a newer generation may be the one on our lineage (commit._move_aside).
+        for name in sorted(filter(MANIFEST_NAME.fullmatch, store.list(directory)), key=lambda name: name != MANIFEST):
+            candidate = _read_candidate(store, directory, name, place)
+            if candidate.manifest is None or tip is None or tip.reaches(candidate.manifest.where):
+                yield candidate
+
+
+def _read_candidate(store: LocalStore, directory: str, name: str, place: tuple[int, int]) -> Candidate:
+    what = f"{directory}/{name}"
+    try:
+        data = store.read(what, MOST_BYTES)
+        manifest = decode(data, what)
+        if (manifest.step, manifest.micro_step) != place:
+            raise DamagedCheckpoint(f"{what} is the manifest of step {manifest.step}; was the directory renamed?")
+        _check_sizes(store, directory, manifest)
+    except NewerFormat:
+        raise
+    except (DamagedCheckpoint, OSError, ValueError, EOFError) as error:
+        return Candidate(directory, *place, None, str(error))
+    return Candidate(directory, *place, manifest, data=data)
+
+
+def _check_sizes(store: LocalStore, directory: str, manifest: Manifest) -> None:
+    for file in manifest.files:
+        size = store.size(f"{directory}/{file.name}")
+        if size != file.size:
+            found = "is missing" if size is None else f"has {size} bytes instead of {file.size}"
+            raise DamagedCheckpoint(f"{directory}/{file.name} {found}")
+
+
+def saved_for(manifest: Manifest, rank: int, world_size: int) -> tuple[dict[str, TensorRecord], dict[str, object]]:
+    """What `rank` of a job of `world_size` restores: tensor records and values.
+
+    At the saved world size each rank gets its own. At another one, per-rank state of a rank that did not exist is
+    rank 0's, without its RNG: two ranks must not draw the same numbers.
+    """
+    part = rank if rank < manifest.world_size else 0
+    tensors = manifest.tensors_of(part)
+    values = manifest.values_of(part)
+    if part != rank:
+        tensors = {name: record for name, record in tensors.items() if not name.startswith("rng/")}
+        values.pop("rng", None)
+    return tensors, values
+
+
+def saved_tensors(records: Mapping[str, TensorRecord]) -> dict[str, SavedTensor]:
+    """The same as the live state wants to know it."""
+    return {name: SavedTensor(dtype_of(record.dtype), tuple(record.shape)) for name, record in records.items()}

@@ -1,0 +1,374 @@
+"""Votes and the commit: how the parts that N ranks wrote become one checkpoint, or none.
+
+For each save, every rank says that it has entered, and later how its part went (its vote). On rank 0 one thread, the
+coordinator, gathers both through the control channel, writes the manifest, and tells everyone the outcome.
+
+The order, and what a crash leaves after each point (invariant 14):
+
+1. ranks write `step-N/gGGGG-rank-RRRRR.safetensors`, fsync file and directory    files nobody refers to; swept later
+2. ranks vote                                                                     the same
+3. the coordinator looks for a newer generation (fence), checks that the pieces
+   cover every tensor, and moves aside a manifest that an older generation left
+   at this step                                                                   the older one, still a candidate
+4. it publishes `step-N/manifest.json` atomically and durably                      the checkpoint, committed
+5. it posts the outcome, and only then retention deletes older checkpoints         more checkpoints than asked for
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from unbroken.cluster import Channel
+from unbroken.errors import DamagedCheckpoint, PeerFailed, SaveFailed, TakenOver, UnbrokenError
+from unbroken.generations import Generation, newest_number
+from unbroken.manifest import (
+    MANIFEST,
+    MOST_BYTES,
+    FileRecord,
+    Manifest,
+    PieceRecord,
+    TensorRecord,
+    ValueRecord,
+    decode,
+    encode,
+    step_directory,
+)
+from unbroken.policy import Keep
+from unbroken.retention import sweep
+from unbroken.store.local import LocalStore
+
+log = logging.getLogger(__name__)
+
+
+class Entered(msgspec.Struct):
+    """A rank has come to a save."""
+
+    replicas: str = ""
+    """Digest over names, dtypes, shapes and values of its replicated tensors; only given when `changed`."""
+    changed: bool = False
+    """True if its structure is new to it: it waits for the common plan before it copies."""
+    error: str = ""
+    """Why it cannot take part in this save."""
+
+
+class Details(msgspec.Struct):
+    """Every replicated tensor of one rank; asked for only when ranks disagree."""
+
+    tensors: dict[str, tuple[str, list[int], str]] = {}
+    """dtype, shape and digest of the values, by full name."""
+
+
+class CommonPlan(msgspec.Struct):
+    """The coordinator's answer to ranks whose structure changed."""
+
+    apart: list[str] = []
+    """Tensors that only some ranks hold or that differ; each holder stores its own."""
+    differing: list[str] = []
+    """One line for each tensor that ought to be equal and is not."""
+    want_details: bool = False
+    error: str = ""
+
+
+class Vote(msgspec.Struct):
+    """How one rank's part of a save went."""
+
+    error: str = ""
+    file: FileRecord | None = None
+    """None if the rank owns no bytes."""
+    shared: dict[str, TensorRecord] = {}
+    own: dict[str, TensorRecord] = {}
+    values: dict[str, msgspec.Raw] = {}
+    plan: str = ""
+    """Digest of the `apart` list the rank planned with: all must have planned alike."""
+    seconds: float = 0.0
+
+
+class Outcome(msgspec.Struct):
+    """What became of a save; the same on every rank."""
+
+    step: int
+    micro_step: int
+    committed: bool
+    reason: str = ""
+    """Why it was not committed, naming ranks."""
+    taken_over_by: int = 0
+    """Number of a newer generation that owns the directory now; this job may not save any more."""
+    replan: bool = False
+    """True if ranks disagreed about the structure: all must plan anew at the next save."""
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveId:
+    """One attempt to save one step."""
+
+    step: int
+    micro_step: int
+    attempt: int
+    """Counts this process's attempts at this step; all ranks make the same ones."""
+
+    @property
+    def directory(self) -> str:
+        """Where the checkpoint lies in the run directory."""
+        return step_directory(self.step, self.micro_step)
+
+    @property
+    def phase(self) -> str:
+        """Prefix of this save's keys in the control channel."""
+        return f"save/{self.directory}/{self.attempt}"
+
+    def file_name(self, generation: int, rank: int) -> str:
+        """A rank's file; every attempt has names of its own, so that nothing is ever written over."""
+        retry = f"-{self.attempt}" if self.attempt else ""
+        return f"g{generation:04d}-rank-{rank:05d}{retry}.safetensors"
+
+    def __str__(self) -> str:
+        return f"step {self.step}" + (f" + {self.micro_step} micro-steps" if self.micro_step else "")
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """Rank 0's side of every save. One thread, one save at a time, in the order they were entered."""
+
+    channel: Channel
+    store: LocalStore
+    generation: Generation
+    keep: Keep | None
+    environment: dict[str, Any]
+    deadline_s: float
+    """How long ranks may be apart when they enter a save."""
+    write_deadline_s: float
+    """How long a rank may take to write its part."""
+    saves: queue.SimpleQueue[SaveId | None] = field(default_factory=queue.SimpleQueue)
+    _done: list[str] = field(default_factory=list)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to serve saves."""
+        self._thread = threading.Thread(target=self._serve, name="unbroken-coordinator", daemon=True)
+        self._thread.start()
+
+    def stop(self, deadline_s: float) -> None:
+        """Finish the saves that were entered, then end."""
+        self.saves.put(None)
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+
+    def _serve(self) -> None:
+        while (save := self.saves.get()) is not None:
+            try:
+                outcome = self._run(save)
+                self.channel.post(f"{save.phase}/outcome", msgspec.json.encode(outcome))
+                if outcome.committed and self.keep is not None:
+                    sweep(self.store, self.generation, self.keep)
+                self._forget(save)
+            except PeerFailed as error:
+                log.debug("coordinator ends: %s", error)
+                return
+            except Exception as error:
+                # A bug or a failing disk in retention must not end the thread: then no save would ever commit again.
+                log.warning("after the save of %s: %s: %s", save, type(error).__name__, error)
+
+    def _run(self, save: SaveId) -> Outcome:
+        try:
+            return self._commit(save, time.monotonic())
+        except TakenOver as error:
+            return Outcome(save.step, save.micro_step, False, str(error), newest_number(self.store))
+        except (UnbrokenError, OSError) as error:
+            if isinstance(error, PeerFailed):
+                raise
+            replan = isinstance(error, _StructureChanged)
+            return Outcome(save.step, save.micro_step, False, str(error), replan=replan)
+
+    def _commit(self, save: SaveId, began: float) -> Outcome:
+        self._gather_entries(save)
+        votes = self._gather_votes(save)
+        manifest = self._manifest(save, votes)
+        data = encode(manifest)
+        decode(data, f"{save.directory}/{MANIFEST}")  # what we would refuse to read must not be written
+        self._publish(save, data)
+        nbytes = sum(file.size for file in manifest.files)
+        seconds = time.monotonic() - began
+        log.info("committed %s: %d ranks, %.1f MB in %.2f s", save, self.channel.world_size, nbytes / 1e6, seconds)
+        return Outcome(save.step, save.micro_step, True, nbytes=nbytes, seconds=seconds)
+
+    def _gather_entries(self, save: SaveId) -> None:
+        """Wait for every rank, and give those with a new structure the common plan."""
+        entries = [msgspec.json.decode(data, type=Entered) for data in self._collect(save, "entered", self.deadline_s)]
+        failed = [f"rank {rank}: {entry.error}" for rank, entry in enumerate(entries) if entry.error]
+        changed = [rank for rank, entry in enumerate(entries) if entry.changed]
+        error = ""
+        if failed:
+            error = _shorten(failed)
+        elif changed and len(changed) < len(entries):
+            unchanged = sorted(set(range(len(entries))) - set(changed))
+            error = f"the state changed its structure on rank(s) {_spell(changed)} but not on {_spell(unchanged)}"
+        if changed:
+            self._answer_plan(save, error, agree=len({entry.replicas for entry in entries}) == 1)
+        if error:
+            raise SaveFailed(error) if failed else _StructureChanged(error)
+
+    def _answer_plan(self, save: SaveId, error: str, agree: bool) -> None:
+        """Tell ranks with a new structure how to plan; if they do not agree, ask for details first."""
+        if error or agree:
+            self.channel.post(f"{save.phase}/plan", msgspec.json.encode(CommonPlan(error=error)))
+            return
+        self.channel.post(f"{save.phase}/plan", msgspec.json.encode(CommonPlan(want_details=True)))
+        data = self._collect(save, "details", self.deadline_s)
+        plan = compare_details([msgspec.json.decode(item, type=Details) for item in data])
+        self.channel.post(f"{save.phase}/plan-in-detail", msgspec.json.encode(plan))
+
+    def _gather_votes(self, save: SaveId) -> list[Vote]:
+        votes = [msgspec.json.decode(data, type=Vote) for data in self._collect(save, "vote", self.write_deadline_s)]
+        failed = [f"rank {rank}: {vote.error}" for rank, vote in enumerate(votes) if vote.error]
+        if failed:
+            raise SaveFailed(_shorten(failed))
+        if len({vote.plan for vote in votes}) > 1:
+            raise _StructureChanged("ranks divided the state in different ways; all plan anew at the next save")
+        return votes
+
+    def _collect(self, save: SaveId, what: str, deadline_s: float) -> list[bytes]:
+        keys = [f"{save.phase}/{what}/{rank}" for rank in range(self.channel.world_size)]
+        missing = self.channel.wait_all(keys, deadline_s)
+        if missing:
+            ranks = _spell([int(key.rpartition("/")[2]) for key in missing])
+            verb = {"entered": "enter", "details": "answer in", "vote": "finish writing in"}[what]
+            raise SaveFailed(f"rank(s) {ranks} did not {verb} the save of {save} within {deadline_s:g} s")
+        return [self.channel.take(key) for key in keys]
+
+    def _manifest(self, save: SaveId, votes: list[Vote]) -> Manifest:
+        files: list[FileRecord] = []
+        tensors: dict[str, TensorRecord] = {}
+        rank_tensors: list[dict[str, TensorRecord]] = []
+        for vote in votes:
+            index = len(files)
+            if vote.file is not None:
+                files.append(vote.file)
+            for name, record in _in_file(vote.shared, index).items():
+                known = tensors.get(name)
+                pieces = [*known.pieces, *record.pieces] if known else record.pieces
+                tensors[name] = TensorRecord(record.dtype, record.shape, pieces)
+            rank_tensors.append(_in_file(vote.own, index))
+        return Manifest(
+            step=save.step,
+            micro_step=save.micro_step,
+            generation=self.generation.number,
+            lineage=self.generation.lineage,
+            world_size=self.channel.world_size,
+            saved_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            files=files,
+            tensors=tensors,
+            rank_tensors=rank_tensors,
+            values=_merge_values(votes),
+            environment=self.environment,
+            timings={"slowest_write": max(vote.seconds for vote in votes)},
+        )
+
+    def _publish(self, save: SaveId, data: bytes) -> None:
+        name = f"{save.directory}/{MANIFEST}"
+        # Invariant 6: a newer start owns the directory; what we would add now is not on its lineage.
+        newest = newest_number(self.store)
+        if newest > self.generation.number:
+            raise TakenOver(
+                f"generation {newest} has taken over this run directory from generation {self.generation.number}"
+            )
+        try:
+            self.store.publish(name, data)
+        except FileExistsError:
+            self._move_aside(save, name)
+            self.store.publish(name, data)
+
+    def _move_aside(self, save: SaveId, name: str) -> None:
+        """Make room for our manifest where an older generation left one that is not on our lineage, or damaged.
+
+        Nothing is destroyed: readers look at manifests that were moved aside too, so that a race with another
+        generation cannot hide a checkpoint.
+        """
+        try:
+            existing = decode(self.store.read(name, MOST_BYTES), name).generation
+        except (DamagedCheckpoint, OSError, ValueError, EOFError):
+            existing = 0
+        if existing > self.generation.number:
+            raise TakenOver(f"{name} was already written by generation {existing}")
+        if existing == self.generation.number:
+            raise SaveFailed(f"{save} was already saved by this job")
+        self.store.rename(name, f"{save.directory}/manifest.g{existing:04d}.json")
+
+    def _forget(self, save: SaveId) -> None:
+        """Drop the keys of the save before this one: every rank has read its outcome before it entered this one."""
+        if self._done:
+            self.channel.forget(self._done)
+        ranks = range(self.channel.world_size)
+        self._done = [f"{save.phase}/{what}/{rank}" for what in ("entered", "details", "vote") for rank in ranks]
+        self._done += [f"{save.phase}/plan", f"{save.phase}/plan-in-detail"]
+
+
+class _StructureChanged(SaveFailed):
+    """Ranks planned differently."""
+
+
+def compare_details(ranks: list[Details]) -> CommonPlan:
+    """Which replicated tensors are not common to all ranks, and which of the common ones differ in their values."""
+    apart: set[str] = set()
+    differing = []
+    for name in sorted(set().union(*(rank.tensors for rank in ranks))):
+        holders = [rank.tensors.get(name) for rank in ranks]
+        kinds = {(holder[0], tuple(holder[1])) if holder else None for holder in holders}
+        values = {holder[2] for holder in holders if holder}
+        if len(kinds) > 1:
+            apart.add(name)
+        elif len(values) > 1:
+            apart.add(name)
+            odd = _minority([holder[2] for holder in holders if holder])
+            differing.append(f"{name} on rank(s) {_spell(odd)}")
+    return CommonPlan(apart=sorted(apart), differing=differing)
+
+
+def _minority(values: list[str]) -> list[int]:
+    """The ranks that do not have the most frequent value."""
+    common = max(values, key=values.count)
+    return [rank for rank, value in enumerate(values) if value != common]
+
+
+def _in_file(records: dict[str, TensorRecord], index: int) -> dict[str, TensorRecord]:
+    """The same records with their pieces in file number `index`."""
+    return {
+        name: TensorRecord(
+            record.dtype, record.shape, [PieceRecord(index, p.begin, p.end, p.box) for p in record.pieces]
+        )
+        for name, record in records.items()
+    }
+
+
+def _merge_values(votes: list[Vote]) -> dict[str, list[ValueRecord]]:
+    """Values by name, each distinct value once with the ranks that have it; never merged, never picked."""
+    merged: dict[str, dict[bytes, list[tuple[int, int]]]] = {}
+    for rank, vote in enumerate(votes):
+        for name, raw in vote.values.items():
+            ranges = merged.setdefault(name, {}).setdefault(bytes(raw), [])
+            if ranges and ranges[-1][1] == rank - 1:
+                ranges[-1] = (ranges[-1][0], rank)
+            else:
+                ranges.append((rank, rank))
+    return {
+        name: [ValueRecord(ranges, msgspec.Raw(raw)) for raw, ranges in distinct.items()]
+        for name, distinct in merged.items()
+    }
+
+
+def _shorten(lines: list[str]) -> str:
+    return "; ".join(lines[:4]) + (f" (and {len(lines) - 4} more)" if len(lines) > 4 else "")
+
+
+def _spell(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

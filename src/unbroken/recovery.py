@@ -1,0 +1,155 @@
+"""Which checkpoint all ranks go on from, and the way of its bytes into the live state.
+
+Read order follows from the write order of `commit`: generations tell the lineage, manifests on it are the candidates,
+newest first; the bytes of a candidate are verified while they are read. All ranks restore the same step of the same
+generation or none does (invariant 3); a damaged candidate costs its own steps, never the run (invariant 4).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from unbroken.candidates import Candidate, candidates, find_tip, saved_for, saved_tensors
+from unbroken.cluster import Channel, Message
+from unbroken.errors import DamagedCheckpoint, NoUsableCheckpoint, StateMismatch, UnbrokenError
+from unbroken.manifest import MANIFEST, Manifest, decode
+from unbroken.reading import read_tensors
+from unbroken.state.captured import Restoration
+from unbroken.state.registry import State
+from unbroken.store.local import LocalStore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What all ranks went on from."""
+
+    manifest: Manifest | None
+    """None on a fresh start: the directory holds no checkpoint."""
+    directory: str
+    skipped: tuple[str, ...]
+    """Newer checkpoints that were passed over, with reasons, newest first."""
+    warnings: tuple[str, ...]
+    """What is not exactly as it was, on this rank."""
+
+
+class _Announcement(msgspec.Struct):
+    """Rank 0's choice, for all ranks to try."""
+
+    directory: str = ""
+    """Empty: there is nothing to restore."""
+    manifest: bytes = b""
+    skipped: list[str] = []
+
+
+@dataclass(slots=True)
+class _Search:
+    """Rank 0's walk from the newest candidate to older ones."""
+
+    store: LocalStore
+    place: str
+    """The run directory, for people."""
+    remaining: Iterator[Candidate] | None = None
+    skipped: list[str] = field(default_factory=list)
+
+    def next(self) -> bytes:
+        """The next candidate that looks whole, or an empty announcement on a fresh start.
+
+        Raises NoUsableCheckpoint if there were checkpoints and all have been passed over; NewerFormat.
+        """
+        if self.remaining is None:
+            tip, damaged = find_tip(self.store)
+            self.skipped += damaged
+            self.remaining = candidates(self.store, tip)
+        for candidate in self.remaining:
+            if candidate.manifest is not None:
+                return msgspec.json.encode(_Announcement(candidate.directory, candidate.data, self.skipped))
+            self.reject(candidate.directory, candidate.problem)
+        if self.skipped:
+            raise NoUsableCheckpoint(
+                f"{self.place} holds checkpoints but none can be used: {_list(self.skipped)}. "
+                "To start over, give a new directory; nothing was changed"
+            )
+        return msgspec.json.encode(_Announcement())
+
+    def reject(self, directory: str, problem: str) -> None:
+        """Pass a candidate over and remember why."""
+        self.skipped.append(f"{directory} cannot be used: {problem}")
+        log.warning("%s", self.skipped[-1])
+
+
+def restore_together(
+    channel: Channel, store: LocalStore, state: State, deadline_s: float, read_deadline_s: float, strict: bool
+) -> Recovered:
+    """Restore the newest usable checkpoint on all ranks, or find that there is none.
+
+    Collective over the control channel. The live state changes only after every rank found that the checkpoint fits;
+    if a block is damaged on any rank, all go to the next candidate together.
+    Raises StateMismatch, NoUsableCheckpoint, NewerFormat, DeadlineExceeded, PeerFailed, the same on every rank.
+    """
+    search = _Search(store, str(store.root))
+    attempt = 0
+    while True:
+        phase = f"restore/{attempt}"
+        found = msgspec.json.decode(channel.decide(f"{phase}/candidate", search.next, deadline_s), type=_Announcement)
+        if not found.directory:
+            return Recovered(None, "", (), ())
+        manifest = decode(found.manifest, f"{found.directory}/{MANIFEST}")
+        problem = _try(channel, store, state, found.directory, manifest, phase, (deadline_s, read_deadline_s), strict)
+        if isinstance(problem, Restoration):
+            return Recovered(manifest, found.directory, tuple(found.skipped), tuple(problem.warnings))
+        if channel.rank == 0:
+            search.reject(found.directory, problem)
+        attempt += 1
+
+
+def _try(
+    channel: Channel,
+    store: LocalStore,
+    state: State,
+    directory: str,
+    manifest: Manifest,
+    phase: str,
+    deadlines_s: tuple[float, float],
+    strict: bool,
+) -> Restoration | str:
+    """Restore one candidate on all ranks; the reason if its bytes are damaged for any of them."""
+    records, values = saved_for(manifest, channel.rank, channel.world_size)
+    restoration = channel.agree(
+        f"{phase}/fits", lambda: state.prepare(saved_tensors(records), values, strict=strict), deadlines_s[0]
+    )
+    own = ""
+    try:
+        read_tensors(store, directory, manifest, records, restoration.targets)
+    except DamagedCheckpoint as error:
+        own = str(error)
+    answers = channel.exchange(f"{phase}/read", Message(error=own), deadlines_s[1])
+    damaged = list(dict.fromkeys(answer.error for answer in answers if answer.error))
+    if damaged:
+        return _list(damaged)
+    channel.agree(f"{phase}/filled", _guarded(restoration.finish), deadlines_s[1])
+    return restoration
+
+
+def _guarded(finish: Callable[[], None]) -> Callable[[], None]:
+    """A user's load_state_dict may raise anything; the other ranks must hear of it."""
+
+    def run() -> None:
+        try:
+            finish()
+        except UnbrokenError:
+            raise
+        except Exception as error:
+            raise StateMismatch(f"loading the state raised {type(error).__name__}: {error}") from error
+
+    return run
+
+
+def _list(lines: list[str]) -> str:
+    shown = "; ".join(lines[:4])
+    return shown + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")

@@ -1,0 +1,269 @@
+"""What lives while a job saves: its generation, its connections to the other ranks, its threads.
+
+Opened once, by `restore()` or by the first save, and closed with the Checkpointer. The training thread calls
+everything here; the threads it starts are the writer (every rank), the coordinator (rank 0) and the meetings' watcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from unbroken import generations
+from unbroken.candidates import candidates, find_tip
+from unbroken.cluster import Channel, Cluster, connect
+from unbroken.commit import CommonPlan, Coordinator, Details, Entered, Outcome, SaveId
+from unbroken.directory import agree_on_directory
+from unbroken.errors import HistoryExists, PeerFailed, SaveFailed, UnbrokenError
+from unbroken.generations import Generation
+from unbroken.image.digest import digest_text
+from unbroken.manifest import Manifest
+from unbroken.meeting import Meetings
+from unbroken.policy import Keep
+from unbroken.snapshot import Plan, digest_tensor, plan_snapshot, structure_of, take
+from unbroken.state.captured import Captured
+from unbroken.store.local import LocalStore
+from unbroken.writer import Job, Writer
+
+log = logging.getLogger(__name__)
+
+FAREWELL_S = 10.0
+"""How long rank 0 keeps the control channel open at the end for ranks that still read an outcome from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user chose."""
+
+    keep: Keep | None
+    deadline_s: float
+    write_deadline_s: float
+
+
+@dataclass(slots=True)
+class Session:
+    """One start of a job in one run directory. Used by the training thread."""
+
+    cluster: Cluster
+    channel: Channel
+    """The training thread's connection."""
+    namespace: str
+    store: LocalStore
+    settings: Settings
+    environment: dict[str, Any]
+    stopped: threading.Event
+    generation: Generation | None = None
+    outcomes: deque[Outcome] = field(default_factory=deque)
+    """Filled by the writer's thread, emptied by the training thread."""
+    _writer: Writer | None = None
+    _coordinator: Coordinator | None = None
+    meetings: Meetings | None = None
+    _plan: Plan | None = None
+    _replicated: str = ""
+    """Structure of the replicated tensors that the ranks agreed on."""
+    _apart: tuple[str, ...] = ()
+    _in_flight: int = 0
+    _progress: threading.Condition = field(default_factory=threading.Condition)
+
+    def begin_fresh(self, step: int) -> None:
+        """Begin the first generation of an empty directory. Raises HistoryExists if it holds checkpoints."""
+        self.channel.decide("begin/empty", self._require_empty, self.settings.deadline_s)
+        self.begin(None, step)
+
+    def _require_empty(self) -> bytes:
+        tip, _ = find_tip(self.store)
+        newest = next(candidates(self.store, tip), None)
+        if newest is not None:
+            raise HistoryExists(
+                f"{self.store.root} holds checkpoints up to step {newest.step}, but this job did not call restore(): "
+                "call it before training to go on from them, or give a new directory to start over"
+            )
+        return b""
+
+    def begin(self, restored: Manifest | None, step: int) -> Generation:
+        """Begin a generation that goes on from `restored`, and start the threads that serve its saves."""
+        encoded = self.channel.decide(
+            "begin/generation", lambda: self._create_generation(restored), self.settings.deadline_s
+        )
+        generation = self.generation = msgspec.json.decode(encoded, type=Generation)
+        self._writer = Writer(
+            self._new_channel(), self.store, generation.number, self.settings.write_deadline_s, self._finished
+        )
+        self._writer.start()
+        if self.cluster.rank == 0:
+            self._coordinator = Coordinator(
+                self._new_channel(),
+                self.store,
+                generation,
+                self.settings.keep,
+                self.environment,
+                self.settings.deadline_s,
+                self.settings.write_deadline_s,
+            )
+            self._coordinator.start()
+        self.meetings = Meetings(self.channel, self._new_channel(), self.settings.deadline_s)
+        self.meetings.start(step)
+        return generation
+
+    @property
+    def starts(self) -> int:
+        """How often this run was started, this time included."""
+        return self.generation.number if self.generation is not None else 0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the run's first start, as far as the directory tells; 0 if it does not."""
+        try:
+            first = datetime.fromisoformat(generations.read(self.store, 1).started_at)
+        except (UnbrokenError, ValueError):
+            return 0.0
+        return max(0.0, (datetime.now(UTC) - first).total_seconds())
+
+    def _create_generation(self, restored: Manifest | None) -> bytes:
+        try:
+            return msgspec.json.encode(generations.begin(self.store, restored, self.cluster.world_size))
+        except OSError as error:
+            raise SaveFailed(f"cannot write to {self.store.root}/{generations.DIRECTORY}: {error}") from error
+
+    def save(self, save: SaveId, captured: Captured | None, error: str = "") -> None:
+        """Snapshot `captured` and let the threads do the rest. Returns when the live state may change again.
+
+        captured  None if this rank cannot take part, for the reason `error`; the others learn it.
+        The outcome comes through `outcomes`. Raises PeerFailed if rank 0 is gone.
+        """
+        assert self._writer is not None, "begin comes first"
+        arena = self._writer.take_arena(self.settings.write_deadline_s) if captured is not None else None
+        if captured is not None and arena is None:
+            error = f"earlier saves are still being written after {self.settings.write_deadline_s:g} s"
+        with self._progress:
+            self._in_flight += 1
+        if self._coordinator is not None:
+            self._coordinator.saves.put(save)
+        if captured is None or arena is None:
+            self._enter(save, Entered(error=error))
+            self._writer.submit(Job(save, None, error))
+            return
+        try:
+            plan = self._plan_for(save, captured)
+        except UnbrokenError as failure:
+            self._writer.arenas.put(arena)
+            self._writer.submit(Job(save, None, str(failure)))
+            return
+        self._writer.submit(Job(save, take(captured, plan, arena), apart=self._apart))
+
+    def _plan_for(self, save: SaveId, captured: Captured) -> Plan:
+        """The plan of this structure: the one we have, or a new one made together with all ranks."""
+        rank, world_size = self.cluster.rank, self.cluster.world_size
+        structure = structure_of(captured)
+        if self._plan is not None and self._plan.structure == structure:
+            self._enter(save, Entered())
+            return self._plan
+        # What only this rank has may change without the others: they divide the replicated tensors as before.
+        replicated = structure_of(captured, replicated_only=True)
+        if world_size == 1 or self._replicated == replicated:
+            self._enter(save, Entered())
+        else:
+            self.forget_plan()
+            self._apart = tuple(self._common_plan(save, captured).apart)
+            self._replicated = replicated
+        self._plan = plan_snapshot(captured, rank, world_size, frozenset(self._apart))
+        return self._plan
+
+    def _common_plan(self, save: SaveId, captured: Captured) -> CommonPlan:
+        """Compare replicated tensors with all ranks: what is not common, each holder stores apart (invariant 8)."""
+        details = {
+            name: (str(live.tensor.dtype), list(live.tensor.shape), digest_tensor(live.tensor))
+            for name, live in sorted(captured.tensors.items())
+            if live.replicated
+        }
+        self._enter(save, Entered(replicas=digest_text(msgspec.json.encode(details)), changed=True))
+        answer = self._read_plan(save, "plan")
+        if answer.want_details:
+            self.channel.post(f"{save.phase}/details/{self.cluster.rank}", msgspec.json.encode(Details(details)))
+            answer = self._read_plan(save, "plan-in-detail")
+        if answer.error:
+            raise SaveFailed(answer.error)
+        if answer.differing and self.cluster.rank == 0:
+            log.warning(
+                "%d tensors that should be equal on all ranks are not: %s; each rank's own values are saved",
+                len(answer.differing),
+                "; ".join(answer.differing[:4]),
+            )
+        return answer
+
+    def _read_plan(self, save: SaveId, what: str) -> CommonPlan:
+        # The coordinator waits deadline_s for the slowest rank before it can answer the others.
+        data = self.channel.read(
+            f"{save.phase}/{what}", 2 * self.settings.deadline_s, f"the other ranks to enter the save of {save}"
+        )
+        return msgspec.json.decode(data, type=CommonPlan)
+
+    def _enter(self, save: SaveId, entered: Entered) -> None:
+        self.channel.post(f"{save.phase}/entered/{self.cluster.rank}", msgspec.json.encode(entered))
+
+    def _finished(self, outcome: Outcome) -> None:
+        """On the writer's thread."""
+        with self._progress:
+            self.outcomes.append(outcome)
+            self._in_flight -= 1
+            self._progress.notify_all()
+
+    def forget_plan(self) -> None:
+        """Plan anew, together with all ranks, at the next save."""
+        self._plan = None
+        self._replicated = ""
+
+    def wait(self) -> bool:
+        """Wait until no save is in flight; False if one still is at the deadline."""
+        with self._progress:
+            return self._progress.wait_for(
+                lambda: self._in_flight == 0, 2 * self.settings.write_deadline_s + self.settings.deadline_s
+            )
+
+    def close(self, abandon: bool) -> None:
+        """End all threads. With `abandon`, saves in flight are dropped instead of finished: a peer may be gone."""
+        if self.meetings is not None:
+            self.meetings.stop()
+        if abandon:
+            self.stopped.set()
+        deadline_s = FAREWELL_S if abandon else self.settings.write_deadline_s
+        if self._writer is not None:
+            self._writer.stop(deadline_s)
+        if self._coordinator is not None:
+            self._coordinator.stop(deadline_s)
+        if not abandon:
+            self._say_farewell()
+        self.stopped.set()
+
+    def _say_farewell(self) -> None:
+        """Rank 0 hosts the control channel: it leaves last."""
+        try:
+            self.channel.post(f"farewell/{self.cluster.rank}", b"")
+            if self.cluster.rank == 0:
+                ranks = range(self.cluster.world_size)
+                self.channel.wait_all([f"farewell/{rank}" for rank in ranks], FAREWELL_S)
+        except PeerFailed as error:
+            log.debug("no farewell: %s", error)
+
+    def _new_channel(self) -> Channel:
+        return self.cluster.channel(self.namespace, self.stopped)
+
+
+def open_session(root: Path, settings: Settings, environment: dict[str, Any]) -> Session:
+    """Connect this rank to the others and make sure that all see one writable run directory.
+
+    Every rank must come. Raises UsageError, DirectoryProblem, DeadlineExceeded, PeerFailed.
+    """
+    cluster = connect(settings.deadline_s)
+    namespace = cluster.new_namespace()
+    stopped = threading.Event()
+    channel = cluster.channel(namespace, stopped)
+    store = agree_on_directory(channel, root, settings.deadline_s)
+    return Session(cluster, channel, namespace, store, settings, environment, stopped)

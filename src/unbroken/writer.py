@@ -1,0 +1,136 @@
+"""The thread of each rank that writes its part of a save, votes, and learns the outcome.
+
+Jobs come from the training thread through one queue; outcomes go back through another. At most SLOTS saves are in
+flight: each holds an arena, and the training thread waits for a free one before it takes the next snapshot.
+The thread makes system calls and digests that release the GIL, and touches no live tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import xxhash
+
+from unbroken.cluster import CONNECT_S, Channel
+from unbroken.commit import Outcome, SaveId, Vote
+from unbroken.errors import UnbrokenError
+from unbroken.image.digest import block_bytes_for, digest_blocks
+from unbroken.image.image import Arena
+from unbroken.manifest import FileRecord
+from unbroken.snapshot import Snapshot
+from unbroken.store.local import LocalStore
+
+log = logging.getLogger(__name__)
+
+SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One save, from this rank's side."""
+
+    save: SaveId
+    snapshot: Snapshot | None
+    """None if this rank could not take one."""
+    error: str = ""
+    """Why not."""
+    apart: tuple[str, ...] = ()
+    """What the plan kept apart; ranks that planned differently are found by it."""
+
+
+@dataclass(slots=True)
+class Writer:
+    """One rank's writing thread. `submit` and `take_arena` are for the training thread."""
+
+    channel: Channel
+    store: LocalStore
+    generation: int
+    write_deadline_s: float
+    finished: Callable[[Outcome], None]
+    """Called on the writer's thread with each outcome, in order."""
+    arenas: queue.Queue[Arena] = field(default_factory=queue.Queue)
+    _jobs: queue.SimpleQueue[Job | None] = field(default_factory=queue.SimpleQueue)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to serve jobs."""
+        for _ in range(SLOTS):
+            self.arenas.put(Arena())
+        self._thread = threading.Thread(target=self._serve, name="unbroken-writer", daemon=True)
+        self._thread.start()
+
+    def stop(self, deadline_s: float) -> None:
+        """Finish the jobs that were submitted, then end."""
+        self._jobs.put(None)
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+
+    def take_arena(self, deadline_s: float) -> Arena | None:
+        """A free arena, waiting for the oldest save to end if both are in use; None at the deadline."""
+        with contextlib.suppress(queue.Empty):
+            return self.arenas.get(timeout=deadline_s)
+        return None
+
+    def submit(self, job: Job) -> None:
+        """Hand over a snapshot, which belongs to the writer from now on."""
+        self._jobs.put(job)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                outcome = self._run(job)
+            except Exception as error:
+                # Nothing may end this thread silently: the training thread learns of it as a failed save.
+                outcome = Outcome(job.save.step, job.save.micro_step, False, f"{type(error).__name__}: {error}")
+            finally:
+                if job.snapshot is not None:
+                    self.arenas.put(job.snapshot.arena)
+            self.finished(outcome)
+
+    def _run(self, job: Job) -> Outcome:
+        name = job.save.file_name(self.generation, self.channel.rank)
+        path = f"{job.save.directory}/{name}"
+        vote = self._write(job, name, path)
+        self.channel.post(f"{job.save.phase}/vote/{self.channel.rank}", msgspec.json.encode(vote))
+        data = self.channel.read(
+            f"{job.save.phase}/outcome",
+            2 * self.write_deadline_s + CONNECT_S,
+            f"the outcome of the save of {job.save}",
+        )
+        outcome = msgspec.json.decode(data, type=Outcome)
+        if not outcome.committed and vote.file is not None:
+            # Give back the space of the failed try. Were the manifest there after all, we would not be here.
+            self.store.delete(path)
+        return outcome
+
+    def _write(self, job: Job, name: str, path: str) -> Vote:
+        """Write this rank's file; whatever goes wrong becomes a vote against, never an exception."""
+        if job.snapshot is None:
+            return Vote(error=job.error)
+        began = time.monotonic()
+        plan = job.snapshot.plan
+        content = job.snapshot.arena.content()
+        file = None
+        try:
+            if plan.parts:
+                block_bytes = block_bytes_for(len(content))
+                blocks = "".join(digest_blocks(content, block_bytes))
+                self.store.create(path, content)
+                file = FileRecord(name, len(content), block_bytes, blocks)
+        except (OSError, UnbrokenError) as error:
+            return Vote(error=f"cannot write {path}: {error}")
+        return Vote(
+            file=file,
+            shared=plan.shared,
+            own=plan.own,
+            values={key: msgspec.Raw(value) for key, value in job.snapshot.values.items()},
+            plan=xxhash.xxh3_64_hexdigest("\n".join(job.apart).encode()),
+            seconds=time.monotonic() - began,
+        )

@@ -1,0 +1,114 @@
+import errno
+import os
+import threading
+
+import pytest
+
+from unbroken.store.local import LocalStore
+
+
+@pytest.fixture
+def store(tmp_path):
+    return LocalStore(tmp_path / "run")
+
+
+def test_what_was_created_is_read_back(store):
+    data = os.urandom(100_000)
+    store.create("step-1/g0001-rank-00000.safetensors", data)
+    part = bytearray(1000)
+    store.read_into("step-1/g0001-rank-00000.safetensors", 500, memoryview(part))
+    assert bytes(part) == data[500:1500]
+    assert store.size("step-1/g0001-rank-00000.safetensors") == 100_000
+    assert store.list("step-1") == ["g0001-rank-00000.safetensors"]
+
+
+def test_create_and_publish_never_replace(store):
+    for write in (store.create, store.publish):
+        write(f"a/{write.__name__}", b"first")
+        with pytest.raises(FileExistsError):
+            write(f"a/{write.__name__}", b"second")
+        assert store.read(f"a/{write.__name__}", 100) == b"first"
+    assert not [name for name in store.list("a") if name.startswith(".tmp")]
+
+
+def test_of_racing_publishers_one_wins_and_its_bytes_are_whole(store):
+    won = []
+    go = threading.Barrier(8)
+
+    def publish(index):
+        go.wait()
+        try:
+            store.publish("x/manifest.json", bytes([index]) * 10_000)
+            won.append(index)
+        except FileExistsError:
+            pass
+
+    threads = [threading.Thread(target=publish, args=(index,)) for index in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(won) == 1
+    assert store.read("x/manifest.json", 1 << 20) == bytes(won) * 10_000
+
+
+def test_without_hard_links_publishing_is_still_exclusive(store, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store.publish("a/m", b"first")
+    with pytest.raises(FileExistsError):
+        store.publish("a/m", b"second")
+    assert store.read("a/m", 100) == b"first"
+
+
+def test_a_failed_write_leaves_no_file(store, monkeypatch):
+    def full(*_args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.create("step-1/file", b"data")
+    assert store.list("step-1") == []
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/../../x", "/etc/passwd", "", "a//b", "a/.hidden", "a/b\x00c", "~/x", "a/..", "a\nb"]
+)
+def test_names_that_could_lead_outside_are_refused(store, name):
+    for act in (lambda: store.create(name, b""), lambda: store.read(name, 10), lambda: store.delete(name)):
+        with pytest.raises(ValueError, match="plain relative name"):
+            act()
+
+
+def test_links_are_not_followed(store, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (tmp_path / "elsewhere").mkdir()
+    store.root.mkdir()
+    (store.root / "file").symlink_to(secret)
+    (store.root / "step-1").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        store.read("file", 100)
+    with pytest.raises(ValueError, match="link"):
+        store.create("step-1/file", b"")
+    assert store.size("file") is None
+    assert store.list("") == []
+
+
+def test_only_regular_files_are_read(store):
+    store.root.mkdir()
+    os.mkfifo(store.root / "pipe")
+    with pytest.raises(ValueError, match="not a regular file"):
+        store.read("pipe", 10)
+
+
+def test_a_file_that_ends_early_is_an_error(store):
+    store.create("file", b"abc")
+    with pytest.raises(EOFError, match="2 bytes short"):
+        store.read_into("file", 1, memoryview(bytearray(4)))
+
+
+def test_a_record_that_is_too_large_is_not_read(store):
+    store.create("file", b"abcdef")
+    with pytest.raises(ValueError, match="has 6 bytes"):
+        store.read("file", 5)
