@@ -48,7 +48,9 @@ def state(rank: int, step: int) -> Captured:
     captured.tensors["model/w"] = LiveTensor(weights, replicated=True)
     captured.tensors["model/bias"] = LiveTensor(torch.arange(5.0) + step, replicated=True)
     captured.tensors["optimizer/state/model/w/step"] = LiveTensor(torch.tensor(float(step)), replicated=True)
-    captured.tensors["rng/torch"] = LiveTensor(torch.full((10,), (rank + step) % 256, dtype=torch.uint8), replicated=False)
+    captured.tensors["rng/torch"] = LiveTensor(
+        torch.full((10,), (rank + step) % 256, dtype=torch.uint8), replicated=False
+    )
     captured.values["scheduler"] = {"last_epoch": step}
     captured.values["rng"] = {"of_rank": rank}
     return captured

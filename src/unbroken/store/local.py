@@ -10,6 +10,7 @@ commit); `publish` a `.tmp-…` file beside the name (the same sweep), never a h
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*|\.(?:tmp|probe)-[A-Za-z0-9-]+")
+_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 CHUNK_BYTES = 64 << 20
 """Most bytes given to one write or read call."""
 
@@ -163,9 +165,9 @@ def _read_all(fd: int, buffer: memoryview, begin: int) -> None:
 def _link_or_create(temporary: Path, path: Path, data: bytes) -> None:
     try:
         os.link(temporary, path)
-    except FileExistsError:
-        raise
-    except OSError:
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
         # A file system without hard links. Exclusive creation still lets one publisher win; a cut record is
         # recognised by its digest and does not count as existing.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
