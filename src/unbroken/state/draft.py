@@ -1,0 +1,186 @@
+"""A restore while it is being checked: what fits, what does not, where bytes will go, what is to be done afterwards.
+
+Every kind of state adds to one `Draft`; only when all have looked and nothing is wrong does it become a `Restoration`.
+Nothing live is touched before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from unbroken.errors import StateMismatch, UnbrokenError, UsageError
+from unbroken.state.captured import Json, Restoration, SavedTensor
+from unbroken.state.codec import decode, references
+
+SHOWN = 3
+"""Names of each sort that an error or warning lists; the rest is counted."""
+
+
+class Phase(IntEnum):
+    """The order of `Restoration.finish`. Later ones undo what earlier ones did to them on the side."""
+
+    MODULES = 0
+    FOREIGN_OPTIMIZERS = 1
+    OBJECTS = 2
+    """`load_state_dict` of the user's objects, which may write learning rates into optimizers."""
+    OPTIMIZERS = 3
+    BUCKETS = 4
+    """The replay leaves no gradients, so gradients come after it."""
+    GRADIENTS = 5
+    GENERATORS = 6
+    """Last: whatever ran before may have drawn random numbers."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """One restore of one rank."""
+
+    tensors: Mapping[str, SavedTensor]
+    """What the checkpoint has."""
+    values: Mapping[str, Json]
+    targets: dict[str, Tensor] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """The live objects have it, the checkpoint does not."""
+    unexpected: list[str] = field(default_factory=list)
+    """The checkpoint has it, the live objects do not."""
+    differing: list[str] = field(default_factory=list)
+    """Sentences; both have it, and it is not the same."""
+    _used: set[str] = field(default_factory=set)
+    _steps: list[tuple[Phase, str, Callable[[], None]]] = field(default_factory=list)
+    _what: str = "restoring"
+
+    def value_of(self, name: str, kind: str) -> Json | None:
+        """The values of a registered name, or None (and noted) if it is missing or was another kind of object."""
+        value = self.values.get(name)
+        if value is None:
+            self.missing.append(name)
+            return None
+        if value.get("kind") != kind:
+            self.differing.append(f"{name} is a {kind}, and was a {value.get('kind')}")
+            self.ignore(name)
+            return None
+        return value
+
+    def ignore(self, root: str) -> None:
+        """Leave all tensors of a registered name out of `unexpected`; something better was said about them."""
+        self.skip(name for name in self.tensors if name == root or name.startswith(f"{root}/"))
+
+    def saved(self, name: str) -> SavedTensor | None:
+        """What the checkpoint says of a tensor, or None (and noted) if it has none of that name."""
+        found = self.tensors.get(name)
+        if found is None and name not in self._used:
+            self.missing.append(name)
+        self._used.add(name)
+        return found
+
+    def skip(self, names: Iterable[str]) -> None:
+        """Leave these tensors out of `unexpected`."""
+        self._used.update(names)
+
+    def fits(self, name: str, target: Tensor) -> bool:
+        """True if the saved tensor `name` has the dtype and shape of `target`; notes it if not."""
+        saved = self.saved(name)
+        if saved is None:
+            return False
+        if saved.dtype != target.dtype or tuple(saved.shape) != tuple(target.shape):
+            here, there = _describe(target.dtype, tuple(target.shape)), _describe(saved.dtype, tuple(saved.shape))
+            self.differing.append(f"{name} is {here}, and was {there}")
+            return False
+        return True
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Read the saved tensor `name` into `target`, if it fits."""
+        if self.fits(name, target):
+            self.targets[name] = target.detach()
+
+    def decoder(self, value: Json) -> Callable[[], object]:
+        """Make room for the tensors of an encoded value; what is returned decodes it once they are filled."""
+        found: dict[str, Tensor] = {}
+        for reference in references(value):
+            saved = self.saved(reference.name)
+            if saved is not None:
+                device = device_of_kind(reference.device)
+                if reference.stride is not None and len(reference.stride) == len(saved.shape):
+                    target = torch.empty_strided(saved.shape, reference.stride, dtype=saved.dtype, device=device)
+                else:
+                    target = torch.empty(saved.shape, dtype=saved.dtype, device=device)
+                self.targets[reference.name] = found[reference.name] = target
+        return lambda: decode(value, found)
+
+    def then(self, phase: Phase, step: Callable[[], None]) -> None:
+        """Do this after the targets are filled."""
+        self._steps.append((phase, self._what, step))
+
+    @contextmanager
+    def steps_of(self, what: str) -> Iterator[None]:
+        """Steps that are added meanwhile say in their errors that they were doing `what`."""
+        self._what, before = what, self._what
+        try:
+            yield
+        finally:
+            self._what = before
+
+    def finished(self, *, strict: bool) -> Restoration:
+        """The restore, ready to be filled. Raises StateMismatch if it does not fit.
+
+        strict  False: what only one side has is left as it is, with a warning
+        """
+        self.unexpected += sorted(set(self.tensors) - self._used)
+        sides = [_listed("missing in the checkpoint", self.missing), _listed("only in the checkpoint", self.unexpected)]
+        differing = [_listed("differ", self.differing)] if self.differing else []
+        problems = [side for side in sides if side] + differing
+        if differing or (strict and problems):
+            raise StateMismatch(
+                f"the checkpoint does not fit the live objects: {'; '.join(problems)}\n"
+                "nothing was changed; build the same objects as when it was saved, and register them by the same names"
+            )
+        steps = [(what, step) for _, what, step in sorted(self._steps, key=lambda entry: entry[0])]
+        return Restoration(
+            self.targets, lambda: _run(steps), self.warnings + [f"not restored: {text}" for text in problems]
+        )
+
+
+def count_and_name(names: list[str]) -> str:
+    """`5 (a, b, c, …)`."""
+    return f"{len(names)} ({', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''})"
+
+
+def _listed(what: str, names: list[str]) -> str:
+    return f"{what}: {count_and_name(names)}" if names else ""
+
+
+def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def device_of_kind(kind: str) -> torch.device:
+    """The current device of a kind, or the CPU where this machine has none of it."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    accelerator = getattr(torch, kind, None)
+    available = accelerator is not None and getattr(accelerator, "is_available", bool)()
+    return torch.device(kind if available else "cpu")
+
+
+def _run(steps: list[tuple[str, Callable[[], None]]]) -> None:
+    for what, step in steps:
+        with naming(what):
+            step()
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Let an error out of the user's own code say which entry it came from."""
+    try:
+        yield
+    except UnbrokenError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{what} failed in its own code: {type(error).__name__}: {error}") from error

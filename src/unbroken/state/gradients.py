@@ -1,0 +1,80 @@
+"""Gradients between two steps: partial sums inside an accumulation window, and which of them are None.
+
+Outside a window only the latter counts: a parameter whose gradient is None is skipped by optimizers, and -0.0 added to
+a gradient of zeros gives 0.0, but stays -0.0 where there was none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unbroken.errors import UnsupportedValue
+from unbroken.state.arrays import reason_not_plain
+from unbroken.state.captured import Captured, LiveTensor
+from unbroken.state.draft import Draft, Phase
+from unbroken.state.names import ParameterNames, fresh_like
+
+ROOT = "gradients"
+KIND = "gradients"
+
+
+def capture_gradients(captured: Captured, parameters: ParameterNames, *, accumulating: bool) -> None:
+    """Each rank's own gradients while accumulating; else only where there are any.
+
+    Raises UnsupportedValue for a sparse gradient while accumulating.
+    """
+    present = [slot for slot in parameters.parameters() if slot.tensor.grad is not None]
+    captured.values[ROOT] = {"kind": KIND, "accumulating": accumulating, "present": [slot.name for slot in present]}
+    if not accumulating:
+        return
+    for slot in present:
+        gradient = slot.tensor.grad
+        assert gradient is not None
+        problem = reason_not_plain(gradient)
+        if problem is not None:
+            raise UnsupportedValue(
+                f"the gradient of {slot.name} is {problem}: save between two optimizer steps instead"
+            )
+        captured.tensors[f"{ROOT}/{slot.name}"] = LiveTensor(gradient.detach(), False)
+
+
+def prepare_gradients(draft: Draft, parameters: ParameterNames) -> None:
+    """Restore partial gradients, or zeros where there were some, or None where there were none."""
+    value = draft.values.get(ROOT)
+    if value is None:
+        draft.ignore(ROOT)
+        draft.warnings.append("gradients are not restored: the checkpoint has none for this rank")
+        return
+    present = set(value["present"])
+    for slot in parameters.parameters():
+        parameter = slot.tensor
+        saved_as = [name for name in parameters.names_of(parameter) if name in present]
+        present.difference_update(saved_as)
+        if not saved_as:
+            draft.then(Phase.GRADIENTS, lambda parameter=parameter: _set(parameter, None))  # type: ignore[misc]
+        elif not value["accumulating"]:
+            draft.then(Phase.GRADIENTS, lambda parameter=parameter: _set_zeros(parameter))  # type: ignore[misc]
+        else:
+            _prepare_one(draft, f"{ROOT}/{saved_as[0]}", parameter)
+
+
+def _prepare_one(draft: Draft, name: str, parameter: Tensor) -> None:
+    saved = draft.saved(name)
+    if saved is None:
+        return
+    # Never the live gradient: it may be a view into a bucket, which the replay of `buckets` writes over.
+    target = fresh_like(parameter, saved.dtype, tuple(saved.shape), parameter.device)
+    draft.fill(name, target)
+    draft.then(Phase.GRADIENTS, lambda: _set(parameter, target))
+
+
+def _set(parameter: Tensor, gradient: Tensor | None) -> None:
+    parameter.grad = gradient
+
+
+def _set_zeros(parameter: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    else:
+        parameter.grad.detach().zero_()

@@ -1,0 +1,188 @@
+"""Modules: parameters, buffers of every sort, ties between them, extra state, and what is frozen.
+
+Tensors are restored into the storage they live in, so that alignment, strides and every reference to them stay.
+Tied tensors are stored once. `State` knows them across all registered modules, since two may share weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from unbroken.state.captured import Captured, Json, LiveTensor
+from unbroken.state.codec import encode
+from unbroken.state.draft import Draft, Phase, count_and_name
+from unbroken.state.names import Slot, Ties, join, walk
+
+KIND = "module"
+
+
+def capture_module(captured: Captured, name: str, module: nn.Module, slots: list[Slot]) -> None:
+    """The module's values; its tensors are captured with those of all modules by `capture_slots`.
+
+    slots  those of this module
+    """
+    tensors: dict[str, Tensor] = {}
+    extra = {
+        place.fqn: encode(
+            place.module.get_extra_state(),
+            f"{name}/{join(place.fqn, '_extra_state')}",
+            tensors,
+            text=_text(name, place.fqn),
+        )
+        for place in walk(module)
+        if _has_extra_state(place.module)
+    }
+    captured.tensors.update({key: LiveTensor(tensor, False) for key, tensor in tensors.items()})
+    captured.values[name] = {
+        "kind": KIND,
+        "parameters": [slot.fqn for slot in slots if slot.is_parameter],
+        "frozen": [slot.fqn for slot in slots if slot.is_parameter and not slot.tensor.requires_grad],
+        "buffers": [slot.fqn for slot in slots if not slot.is_parameter and slot.persistent],
+        "transient_buffers": [slot.fqn for slot in slots if not slot.persistent],
+        "extra": extra,
+    }
+
+
+def capture_slots(captured: Captured, ties: Ties) -> None:
+    """The tensors of all modules, each once, and under which other names they are known."""
+    for slots in ties.groups.values():
+        replicated = any(slot.replicated for slot in slots)
+        captured.tensors[slots[0].name] = LiveTensor(slots[0].tensor.detach(), replicated)
+    for slots in ties.groups.values():
+        for slot in slots[1:]:
+            captured.values[slot.root].setdefault("aliases", {})[slot.fqn] = slots[0].name
+
+
+def prepare_module(draft: Draft, name: str, module: nn.Module, slots: list[Slot]) -> None:
+    """Check the module's values and get its extra state ready."""
+    value = draft.value_of(name, KIND)
+    if value is None:
+        return
+    live_names = {slot.fqn for slot in slots}
+    aliases = value.get("aliases", {})
+    gone = [fqn for fqn in value["transient_buffers"] if fqn not in live_names]
+    if gone:
+        draft.warnings.append(f"{name}: buffers that are not persistent are there no more: {count_and_name(gone)}")
+        draft.skip(f"{name}/{fqn}" for fqn in gone)
+    draft.unexpected += [f"{name}/{fqn}" for fqn in sorted(set(aliases) - live_names - set(gone))]
+    _compare_frozen(draft, name, slots, set(value["parameters"]), set(value["frozen"]))
+    _prepare_extra_state(draft, name, module, value["extra"])
+
+
+def _compare_frozen(draft: Draft, name: str, slots: list[Slot], parameters: set[str], frozen: set[str]) -> None:
+    known = [slot for slot in slots if slot.is_parameter and slot.fqn in parameters]
+    newly = [slot.fqn for slot in known if not slot.tensor.requires_grad and slot.fqn not in frozen]
+    no_more = [slot.fqn for slot in known if slot.tensor.requires_grad and slot.fqn in frozen]
+    if newly:
+        draft.warnings.append(f"{name}: parameters that were trained are frozen now: {count_and_name(newly)}")
+    if no_more:
+        draft.warnings.append(f"{name}: parameters that were frozen are trained now: {count_and_name(no_more)}")
+
+
+def _prepare_extra_state(draft: Draft, name: str, module: nn.Module, extra: dict[str, Json]) -> None:
+    live = {place.fqn: place.module for place in walk(module) if _has_extra_state(place.module)}
+    draft.missing += [f"{_text(name, fqn)}" for fqn in live if fqn not in extra]
+    draft.unexpected += [f"{_text(name, fqn)}" for fqn in extra if fqn not in live]
+    for fqn, encoded in extra.items():
+        decoded = draft.decoder(encoded)
+        if fqn in live:
+            draft.then(Phase.MODULES, _calling(live[fqn].set_extra_state, decoded))
+
+
+def _calling(function: Callable[[object], object], argument: Callable[[], object]) -> Callable[[], None]:
+    def call() -> None:
+        function(argument())
+
+    return call
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _text(name: str, fqn: str) -> str:
+    return f"{name}{'.' if fqn else ''}{fqn}.get_extra_state()"
+
+
+def prepare_slots(draft: Draft, ties: Ties) -> None:
+    """Where the tensors of all modules go.
+
+    A tensor that was saved under several names fills each live tensor of these names. Names that are one tensor now
+    and were several then cannot all be restored, and are refused.
+    """
+    sources = _Sources(draft)
+    first_target: dict[str, Tensor] = {}
+    for slots in ties.groups.values():
+        found = {source: slot for slot in slots if (source := sources.of(slot)) is not None}
+        if not found:
+            _note_missing(draft, sources, slots[0])
+            continue
+        if len(found) > 1:
+            names = " and ".join(slot.name for slot in found.values())
+            draft.differing.append(f"{names} are one tensor, and were stored as separate ones")
+        source = next(iter(found))
+        if source in first_target and draft.fits(source, slots[0].tensor):
+            draft.then(Phase.MODULES, _copying(first_target[source], slots[0].tensor))
+        elif source not in first_target and draft.fits(source, slots[0].tensor):
+            first_target[source] = _target_of(draft, slots[0].tensor)
+            draft.fill(source, first_target[source])
+
+
+class _Sources:
+    """Under which name the checkpoint has what a live slot needs."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+
+    def knows(self, root: str) -> bool:
+        """False if something was said already about the registered name as a whole."""
+        value = self._draft.values.get(root)
+        return value is not None and value.get("kind") in (KIND, "tensor")
+
+    def of(self, slot: Slot) -> str | None:
+        if not self.knows(slot.root):
+            return None
+        alias = self._draft.values[slot.root].get("aliases", {}).get(slot.fqn)
+        source = slot.name if alias is None else str(alias)
+        return source if source in self._draft.tensors else None
+
+
+def _note_missing(draft: Draft, sources: _Sources, slot: Slot) -> None:
+    if not sources.knows(slot.root):
+        return
+    if slot.persistent:
+        draft.missing.append(slot.name)
+    else:
+        draft.warnings.append(
+            f"{slot.name}, a buffer that is not persistent, is not in the checkpoint and stays as it is"
+        )
+
+
+@torch.no_grad()
+def _target_of(draft: Draft, live: Tensor) -> Tensor:
+    """The live tensor itself, or, if its elements share memory (an expanded buffer), one that is copied into it."""
+    if not any(stride == 0 and size > 1 for stride, size in zip(live.stride(), live.shape, strict=True)):
+        return live.detach()
+    target = torch.empty(live.shape, dtype=live.dtype, device=live.device)
+    draft.then(Phase.MODULES, _copying(target, live))
+    return target
+
+
+def _copying(source: Tensor, target: Tensor) -> Callable[[], None]:
+    @torch.no_grad()
+    def copy() -> None:
+        within = [slice(0, 1) if stride == 0 else slice(None) for stride in target.stride()]
+        target.detach()[tuple(within)].copy_(source[tuple(within)])
+        if not _same_bytes(target, source):
+            # Elements that share memory now had values of their own then: only new memory can hold them.
+            target.data = source.clone()
+
+    return copy
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    flat = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (one, other.to(one.device))]
+    return torch.equal(flat[0], flat[1])

@@ -1,0 +1,198 @@
+"""Names of a model's tensors that do not depend on how it is wrapped.
+
+A component that a wrapper added (`module.`, `_orig_mod.`, `_checkpoint_wrapped_module.`) is left out because the module
+that holds it *is* that wrapper, never because of its text: a user's own submodule may be called `module`.
+Eager or compiled, plain or under DistributedDataParallel, a parameter has one name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from unbroken.errors import UnsupportedValue, UsageError
+from unbroken.state.arrays import reason_not_plain
+
+_WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
+    (DistributedDataParallel, "module"),
+    (nn.DataParallel, "module"),
+    (ActivationWrapper, "_checkpoint_wrapped_module"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One module of a tree."""
+
+    fqn: str
+    """Without wrappers; "" for the root."""
+    module: nn.Module
+    ddp: DistributedDataParallel | None
+    """The nearest DistributedDataParallel at or above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter or buffer under one of its names."""
+
+    root: str
+    """Registered name of the tree, or of a tensor that is registered by itself."""
+    fqn: str
+    """Within the tree, without wrappers; "" for a tensor that is registered by itself."""
+    tensor: Tensor
+    is_parameter: bool
+    """True for whatever may have a gradient."""
+    persistent: bool
+    """False for buffers that `state_dict()` leaves out."""
+    replicated: bool
+
+    @property
+    def name(self) -> str:
+        """The full name, `model/h.0.weight`."""
+        return f"{self.root}/{self.fqn}" if self.fqn else self.root
+
+
+def walk(root: nn.Module) -> Iterator[Place]:
+    """Every module of a tree in the order of registration; one that is registered twice comes under both names."""
+    yield from _walk(Place("", root, None), frozenset())
+
+
+def _walk(place: Place, above: frozenset[int]) -> Iterator[Place]:
+    module = place.module
+    if id(module) in above:  # a child that holds its parent: named_modules() ends there, too
+        return
+    ddp = module if isinstance(module, DistributedDataParallel) else place.ddp
+    yield Place(place.fqn, module, ddp)
+    for child_name, child in module._modules.items():
+        if child is not None:
+            fqn = place.fqn if _is_wrapped(module, child_name) else join(place.fqn, child_name)
+            yield from _walk(Place(fqn, child, ddp), above | {id(module)})
+
+
+def _is_wrapped(module: nn.Module, child_name: str) -> bool:
+    # torch.compile lives in a part of torch that is slow to import, and is there if a module was compiled.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and isinstance(module, compiler.OptimizedModule):
+        return child_name == "_orig_mod"
+    return any(isinstance(module, wrapper) and child_name == attribute for wrapper, attribute in _WRAPPERS)
+
+
+def join(*parts: str) -> str:
+    """A dotted name of the parts that are not empty."""
+    return ".".join(part for part in parts if part)
+
+
+def slots_of(name: str, root: nn.Module) -> list[Slot]:
+    """Every parameter and buffer of a tree, tied ones under each of their names.
+
+    Raises UsageError for a lazy module that has not seen a batch yet, UnsupportedValue for a tensor that is not plain.
+    """
+    slots: list[Slot] = []
+    ignored: dict[int, frozenset[int]] = {}
+    for place in walk(root):
+        if place.ddp is not None and id(place.ddp) not in ignored:
+            ignored[id(place.ddp)] = _ignored_by(place.ddp)
+        for own_name, parameter in place.module._parameters.items():
+            if parameter is not None:
+                shared = (
+                    place.ddp is not None and spans_world(place.ddp) and id(parameter) not in ignored[id(place.ddp)]
+                )
+                slots.append(Slot(name, join(place.fqn, own_name), parameter, True, True, shared))
+        for own_name, buffer in place.module._buffers.items():
+            if buffer is not None:
+                persistent = own_name not in place.module._non_persistent_buffers_set
+                slots.append(Slot(name, join(place.fqn, own_name), buffer, False, persistent, False))
+    for slot in slots:
+        check_plain(slot)
+    return slots
+
+
+def check_plain(slot: Slot) -> None:
+    """Raise for a tensor without values of its own."""
+    if nn.parameter.is_lazy(slot.tensor):
+        raise UsageError(f"{slot.name} has no shape yet: run one batch through the model before it is registered")
+    problem = reason_not_plain(slot.tensor)
+    if problem is not None:
+        raise UnsupportedValue(f"{slot.name} is {problem}, which cannot be stored: register plain dense tensors")
+
+
+def spans_world(ddp: DistributedDataParallel) -> bool:
+    """True if the module is replicated over all ranks of the job, and there is more than one."""
+    size: int = ddp.process_group.size()
+    return size > 1 and size == dist.get_world_size()
+
+
+def _ignored_by(ddp: DistributedDataParallel) -> frozenset[int]:
+    """Parameters that DDP neither broadcasts nor reduces, so that ranks may differ."""
+    names: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    if not names:
+        return frozenset()
+    return frozenset(id(p) for name, p in ddp.module.named_parameters(remove_duplicate=False) if name in names)
+
+
+StorageKey = tuple[object, ...]
+
+
+def storage_key(tensor: Tensor) -> StorageKey:
+    """Equal for tensors that are one block of memory seen in one way; an empty tensor is only itself."""
+    if tensor.numel() == 0:
+        return (id(tensor),)
+    pointer = tensor.untyped_storage().data_ptr()
+    place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (tensor.device, pointer, *place)
+
+
+class Ties:
+    """Which names stand for one tensor. The first name is the one that it is stored under."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self.groups: dict[StorageKey, list[Slot]] = {}
+        for slot in slots:
+            self.groups.setdefault(storage_key(slot.tensor), []).append(slot)
+
+    def first_names(self) -> dict[str, str]:
+        """Each name that is not a first name -> the first name of its tensor."""
+        return {slot.name: slots[0].name for slots in self.groups.values() for slot in slots[1:]}
+
+
+class ParameterNames:
+    """Finds the name of a parameter that an optimizer holds."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self._slots: dict[int, list[Slot]] = {}
+        for slot in slots:
+            self._slots.setdefault(id(slot.tensor), []).append(slot)
+
+    def slot_of(self, parameter: Tensor) -> Slot | None:
+        """The parameter's first slot, or None if nothing that is registered holds it."""
+        slots = self._slots.get(id(parameter))
+        return slots[0] if slots else None
+
+    def names_of(self, parameter: Tensor) -> list[str]:
+        """All its full names; the checkpoint may know it by another than the first."""
+        return [slot.name for slot in self._slots.get(id(parameter), [])]
+
+    def is_replicated(self, parameter: Tensor) -> bool:
+        """True if all ranks hold the same values: DDP knows it under at least one of its names."""
+        return any(slot.replicated for slot in self._slots.get(id(parameter), []))
+
+    def parameters(self) -> Iterator[Slot]:
+        """Each parameter once, under its first name."""
+        for slots in self._slots.values():
+            if slots[0].is_parameter:
+                yield slots[0]
+
+
+@torch.no_grad()
+def fresh_like(parameter: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """An uninitialised tensor with the strides that a new state of this parameter would have."""
+    if tuple(parameter.shape) == shape:
+        return torch.empty_like(parameter, dtype=dtype, device=device, memory_format=torch.preserve_format)
+    return torch.empty(shape, dtype=dtype, device=device)

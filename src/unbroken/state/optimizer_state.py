@@ -1,0 +1,130 @@
+"""What an optimizer keeps for one parameter: moments, counters, histories.
+
+A state tensor is restored into the live one where that is the same kind of tensor, else into a new one laid out like a
+fresh state's; its dtype is always the saved one (moments of a bfloat16 parameter may be float32). What is neither a
+tensor nor under a string key goes through the codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unbroken.state.arrays import reason_not_plain
+from unbroken.state.captured import Captured, Json, LiveTensor, SavedTensor
+from unbroken.state.codec import encode
+from unbroken.state.draft import Draft, device_of_kind
+from unbroken.state.names import fresh_like
+
+WITH_PARAMETER = "parameter"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A parameter with state, as the optimizer has it."""
+
+    parameter: Tensor
+    name: str
+    """Full name; at restore the one that the checkpoint knows it by."""
+    group: Mapping[str, Any]
+    replicated: bool
+
+
+@dataclass(slots=True)
+class Shared:
+    """Tensors of one optimizer that several parameters or groups refer to, one step counter for all, say.
+
+    Without it a restore would make several of one, and a step that advances the one would leave the others behind.
+    """
+
+    names: dict[int, str] = field(default_factory=dict)
+    """At capture: the name that a tensor was stored under, by id."""
+    made: dict[str, Tensor] = field(default_factory=dict)
+    """At restore: the tensor that stands for a stored name."""
+
+    _claimed: set[int] = field(default_factory=set)
+
+    def claim(self, name: str, tensor: Tensor) -> None:
+        """At restore: let the tensor stand for a stored name."""
+        self.made[name] = tensor
+        self._claimed.add(id(tensor))
+
+    def is_claimed(self, tensor: Tensor) -> bool:
+        """True if the tensor already stands for a stored name."""
+        return id(tensor) in self._claimed
+
+
+def capture_state(captured: Captured, path: str, owner: Owner, state: Mapping[Any, Any], shared: Shared) -> Json:
+    """The values of one parameter's state; tensors go into `captured` as `<path>/<key>`."""
+    value: dict[str, Any] = {"keys": [], "tensors": {}, "shared": {}}
+    rest = {}
+    for key, item in state.items():
+        if not (isinstance(key, str) and isinstance(item, Tensor) and reason_not_plain(item) is None):
+            rest[key] = item
+            continue
+        value["keys"].append(key)
+        if id(item) in shared.names:
+            value["shared"][key] = shared.names[id(item)]
+            continue
+        shared.names[id(item)] = f"{path}/{key}"
+        value["tensors"][key] = _where(key, item, owner)
+        captured.tensors[f"{path}/{key}"] = LiveTensor(item.detach(), owner.replicated)
+    tensors: dict[str, Tensor] = {}
+    value["rest"] = encode(rest, path, tensors, text=f"the state of {owner.name} in {path.partition('/')[0]}")
+    captured.tensors.update({name: LiveTensor(tensor, owner.replicated) for name, tensor in tensors.items()})
+    return value
+
+
+def _where(key: str, item: Tensor, owner: Owner) -> str:
+    """Where a state tensor belongs if the parameter lies on another device next time."""
+    on_host = item.device.type == "cpu"
+    stays_on_host = key == "step" and not (owner.group.get("capturable") or owner.group.get("fused"))
+    if item.device == owner.parameter.device and not (on_host and stays_on_host):
+        return WITH_PARAMETER
+    return item.device.type
+
+
+class StateRestore:
+    """The state of one parameter on its way back."""
+
+    def __init__(
+        self, draft: Draft, path: str, owner: Owner, live: Mapping[Any, Any], value: Json, shared: Shared
+    ) -> None:
+        """Give each saved tensor `<path>/<key>` a place to be read into; `live` itself is not changed."""
+        for key, where in value["tensors"].items():
+            name = f"{path}/{key}"
+            saved = draft.saved(name)
+            if saved is not None:
+                target = _target(saved, where, owner, live.get(key), shared)
+                draft.targets[name] = target.detach()
+                shared.claim(name, target)
+        self._value = value
+        self._shared = shared
+        self._path = path
+        self._rest = draft.decoder(value["rest"])
+
+    def state(self) -> dict[Any, Any]:
+        """The state, once the targets are filled."""
+        own = {
+            key: self._shared.made[self._value["shared"].get(key, f"{self._path}/{key}")] for key in self._value["keys"]
+        }
+        rest: Any = self._rest()
+        return {**own, **rest}
+
+
+def _target(saved: SavedTensor, where: str, owner: Owner, live: object, shared: Shared) -> Tensor:
+    parameter = owner.parameter
+    device = parameter.device if where == WITH_PARAMETER else device_of_kind(where)
+    shape = tuple(saved.shape)
+    if (
+        isinstance(live, Tensor)
+        and reason_not_plain(live) is None
+        and (live.dtype, tuple(live.shape), live.device.type) == (saved.dtype, shape, device.type)
+        and not shared.is_claimed(live)
+    ):
+        return live
+    return fresh_like(parameter, saved.dtype, shape, torch.device(device))

@@ -1,0 +1,218 @@
+"""Optimizers, matched by the names of parameters, never by position.
+
+`torch.optim.Optimizer.load_state_dict` matches by position, casts moments to the parameter's dtype and gives every
+state new storage; none of that may happen here. So state and options are read from and written to the optimizer
+directly. Its `step` is never called. An optimizer with a `state_dict` of its own is left to `foreign_optimizers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unbroken.errors import UsageError
+from unbroken.state.captured import Captured, Json, LiveTensor
+from unbroken.state.codec import TAG, encode
+from unbroken.state.draft import Draft, Phase, count_and_name
+from unbroken.state.names import ParameterNames
+from unbroken.state.optimizer_state import Owner, Shared, StateRestore, capture_state
+
+KIND = "optimizer"
+_NOT_OPTIONS = ("params", "param_names")
+"""`param_names` is the user's own list, in the order of `params`."""
+
+
+def capture_optimizer(captured: Captured, name: str, optimizer: Optimizer, parameters: ParameterNames) -> None:
+    """State by parameter, options by group.
+
+    Raises UsageError for a parameter that nothing registered holds, UnsupportedValue for an option or state that
+    cannot be stored.
+    """
+    owners = owners_in(name, optimizer, parameters)
+    _refuse_strange_keys(name, optimizer, owners)
+    shared = Shared()
+    groups = [_capture_group(captured, name, index, optimizer, owners, shared) for index in range(len(owners))]
+    state = {
+        owner.name: capture_state(
+            captured, f"{name}/state/{owner.name}", owner, optimizer.state[owner.parameter], shared
+        )
+        for members in owners
+        for owner in members
+        if owner.parameter in optimizer.state
+    }
+    captured.values[name] = {"kind": KIND, "groups": groups, "state": state}
+
+
+def owners_in(name: str, optimizer: Optimizer, parameters: ParameterNames) -> list[list[Owner]]:
+    """The parameters of each group. Raises UsageError for one that nothing registered holds."""
+    owners: list[list[Owner]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        members: list[Owner] = []
+        for position, parameter in enumerate(group["params"]):
+            slot = parameters.slot_of(parameter)
+            if slot is None:
+                raise UsageError(
+                    f"{name}: parameter {position} of group {index}, of shape {list(parameter.shape)}, belongs to "
+                    "nothing that is registered; register its module, or the parameter itself under a name of its own"
+                )
+            members.append(Owner(parameter, slot.name, group, parameters.is_replicated(parameter)))
+        owners.append(members)
+    return owners
+
+
+def _refuse_strange_keys(name: str, optimizer: Optimizer, owners: Sequence[Sequence[Owner]]) -> None:
+    held = {id(owner.parameter) for members in owners for owner in members}
+    for key in optimizer.state:
+        if id(key) not in held:
+            what = f"a tensor of shape {list(key.shape)}" if isinstance(key, Tensor) else repr(key)
+            raise UsageError(f"{name} keeps state for {what}, which is in none of its groups; keep it per parameter")
+
+
+def _capture_group(
+    captured: Captured, name: str, index: int, optimizer: Optimizer, owners: Sequence[Sequence[Owner]], shared: Shared
+) -> Json:
+    """The options of one group. A tensor among them (a learning rate) is named after the group's first parameter."""
+    members = [owner.name for owner in owners[index]]
+    replicated = bool(members) and all(owner.replicated for owner in owners[index])
+    value: dict[str, Any] = {"params": members, "options": {}, "shared": {}}
+    for key, item in optimizer.param_groups[index].items():
+        if key in _NOT_OPTIONS:
+            continue
+        if id(item) in shared.names:
+            value["shared"][key] = shared.names[id(item)]
+            continue
+        tensors: dict[str, Tensor] = {}
+        path = f"{name}/group/{min(members, default=f'empty-{index}')}/{key}"
+        value["options"][key] = encode(item, path, tensors, text=f"{name}.param_groups[{index}][{key!r}]")
+        if isinstance(item, Tensor):
+            shared.names[id(item)] = path
+        captured.tensors.update({at: LiveTensor(tensor, replicated) for at, tensor in tensors.items()})
+    return value
+
+
+def prepare_optimizer(draft: Draft, name: str, optimizer: Optimizer, parameters: ParameterNames) -> None:
+    """Find for every group and parameter what the checkpoint has under its name, wherever it stood there."""
+    value = draft.value_of(name, KIND)
+    if value is None:
+        return
+    matched = match_groups(draft, name, optimizer, parameters, [group["params"] for group in value["groups"]])
+    shared = Shared()
+    for group in matched:
+        if group.saved_index is not None:
+            _prepare_group(draft, name, group, value["groups"][group.saved_index], shared)
+    restores: list[tuple[Tensor, StateRestore | None]] = []
+    for group in matched:
+        for owner in group.owners:
+            state = value["state"].get(owner.name)
+            path = f"{name}/state/{owner.name}"
+            live = optimizer.state.get(owner.parameter, {})
+            restore = None if state is None else StateRestore(draft, path, owner, live, state, shared)
+            restores.append((owner.parameter, restore))
+
+    def put_state() -> None:
+        for parameter, restore in restores:
+            if restore is None:
+                # What never had a gradient must find no state either: a counter of 0 is not the same as none.
+                optimizer.state.pop(parameter, None)
+            else:
+                state = optimizer.state[parameter]
+                state.clear()
+                state.update(restore.state())
+
+    draft.then(Phase.OPTIMIZERS, put_state)
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedGroup:
+    """A live group and its counterpart in the checkpoint."""
+
+    live: dict[str, Any]
+    owners: list[Owner]
+    """Its parameters that the checkpoint knows, by the checkpoint's names."""
+    saved_index: int | None
+    """None if the checkpoint has no group of exactly these parameters (noted)."""
+
+
+def match_groups(
+    draft: Draft, name: str, optimizer: Optimizer, parameters: ParameterNames, saved: Sequence[Sequence[str]]
+) -> list[MatchedGroup]:
+    """Pair live with saved groups by the set of their parameters; notes what has no counterpart.
+
+    saved  the names in each saved group
+    """
+    known = {parameter for members in saved for parameter in members}
+    free = dict(enumerate(map(frozenset, saved)))
+    matched: list[MatchedGroup] = []
+    found: set[str] = set()
+    for index, members in enumerate(owners_in(name, optimizer, parameters)):
+        renamed = [_as_saved(owner, parameters, known) for owner in members]
+        draft.missing += [f"{name}'s parameter {owner.name}" for owner in renamed if owner.name not in known]
+        owners = [owner for owner in renamed if owner.name in known]
+        wanted = frozenset(owner.name for owner in renamed)
+        saved_index = next((at for at, group in free.items() if group == wanted), None)
+        if saved_index is not None:
+            del free[saved_index]
+        elif wanted <= known:
+            draft.missing.append(f"{name}'s group {index} of {count_and_name(sorted(wanted))}")
+        matched.append(MatchedGroup(optimizer.param_groups[index], owners, saved_index))
+        found |= wanted
+    draft.unexpected += [f"{name}'s parameter {parameter}" for parameter in sorted(known - found)]
+    draft.unexpected += [
+        f"{name}'s group of {count_and_name(sorted(group))}" for group in free.values() if group <= found
+    ]
+    for parameter in known - found:
+        draft.ignore(f"{name}/state/{parameter}")
+    if free:
+        draft.ignore(f"{name}/group")
+    return matched
+
+
+def _as_saved(owner: Owner, parameters: ParameterNames, known: set[str]) -> Owner:
+    """The owner by the name that the checkpoint has for it: a tied parameter may stand there under another."""
+    names = parameters.names_of(owner.parameter)
+    saved_as = next((name for name in names if name in known), owner.name)
+    return Owner(owner.parameter, saved_as, owner.group, owner.replicated)
+
+
+def _prepare_group(draft: Draft, name: str, group: MatchedGroup, saved: Json, shared: Shared) -> None:
+    live = group.live
+    unknown = sorted(set(live) - set(saved["options"]) - set(saved["shared"]) - set(_NOT_OPTIONS))
+    if unknown:
+        draft.warnings.append(
+            f"{name}: options that the checkpoint does not have stay as they are: {', '.join(unknown)}"
+        )
+    for key, encoded in saved["options"].items():
+        _prepare_option(draft, live, key, encoded, shared)
+    for key, stored_as in saved["shared"].items():
+        draft.then(
+            Phase.OPTIMIZERS,
+            lambda key=key, stored_as=stored_as: live.update({key: shared.made[stored_as]}),  # type: ignore[misc]
+        )
+
+
+def _prepare_option(draft: Draft, live: dict[str, Any], key: str, encoded: Json, shared: Shared) -> None:
+    """A tensor stays the same object: a scheduler or a captured graph may hold it."""
+    current = live.get(key)
+    is_tensor = isinstance(encoded, dict) and encoded.get(TAG) == "tensor"
+    saved = draft.tensors.get(encoded["name"]) if is_tensor else None
+    if (
+        saved is not None
+        and isinstance(current, Tensor)
+        and (current.dtype, tuple(current.shape)) == (saved.dtype, tuple(saved.shape))
+        and not shared.is_claimed(current)
+    ):
+        draft.fill(encoded["name"], current)
+        shared.claim(encoded["name"], current)
+        return
+    decoded = draft.decoder(encoded)
+
+    def put() -> None:
+        live[key] = decoded()
+
+    draft.then(Phase.OPTIMIZERS, put)
+    if is_tensor and saved is not None:
+        shared.claim(encoded["name"], draft.targets[encoded["name"]])

@@ -1,0 +1,218 @@
+"""The state of a run: the user's objects by name, and what nobody lists (random numbers, gradients, bucket order).
+
+`capture` and `prepare` are inverse to each other: what one rank captured, prepared against freshly built objects,
+filled and finished, continues bit for bit. Capturing disturbs nothing (invariant 13); preparing touches nothing.
+Belongs to the training thread. Communicates only in `Restoration.finish`, where DDP's buckets are laid out anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from itertools import chain
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unbroken.errors import UsageError
+from unbroken.state import buckets, foreign_optimizers, gradients, modules, objects, optimizers, rng
+from unbroken.state.captured import Captured, Json, LiveTensor, Restoration, SavedTensor
+from unbroken.state.draft import Draft, naming
+from unbroken.state.names import ParameterNames, Slot, Ties, check_plain, slots_of
+
+TENSOR = "tensor"
+"""Kind of a tensor that is registered by itself."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_RESERVED = ("rng", "rank", "gradients")
+
+
+class State:
+    """What a run consists of.
+
+    Objects may go on changing, and may gain or lose parameters: they are looked at anew at each capture.
+    """
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        """Register live objects by name.
+
+        Raises UsageError for a name or an object that cannot be registered.
+        """
+        for name, value in objects.items():
+            _check_name(name)
+            _check_object(name, value)
+        self._objects = dict(objects)
+        self._orders: dict[str, list[buckets.BucketOrder]] = {}
+
+    def watch(self) -> None:
+        """Observe from now on what only shows while training: the order in which DDP gets gradients. Idempotent.
+
+        To be called before the first backward; `prepare(…).finish()` does it too.
+        """
+        for name, slots in self._slots().items():
+            for order in self._orders_of(name, slots):
+                order.watch()
+
+    def capture(self, *, accumulating: bool) -> Captured:
+        """The whole state of this rank now, by reference. Leaves every random number generator as it found it.
+
+        accumulating  True inside a gradient-accumulation window: partial gradients are part of the state
+
+        Raises UnsupportedValue or UsageError, which name what cannot be saved.
+        """
+        with rng.undisturbed(self._of_type(rng.GENERATORS)):
+            return self._capture(accumulating)
+
+    def _capture(self, accumulating: bool) -> Captured:
+        captured = Captured()
+        rng.capture_global(captured)
+        for name, generator in self._of_type(rng.GENERATORS).items():
+            rng.capture_generator(captured, name, generator)
+        by_name = self._slots()
+        slots = list(chain.from_iterable(by_name.values()))
+        parameters = ParameterNames(slots)
+        for name, value in self._objects.items():
+            with naming(f"saving {name}"):
+                self._capture_one(captured, name, value, by_name.get(name, []), parameters)
+        modules.capture_slots(captured, Ties(slots))
+        gradients.capture_gradients(captured, parameters, accumulating=accumulating)
+        return captured
+
+    def _capture_one(
+        self, captured: Captured, name: str, value: object, slots: list[Slot], parameters: ParameterNames
+    ) -> None:
+        if isinstance(value, nn.Module):
+            modules.capture_module(captured, name, value, slots)
+            buckets.capture_orders(captured, name, self._orders_of(name, slots))
+        elif isinstance(value, Tensor):
+            captured.values[name] = {"kind": TENSOR}
+        elif isinstance(value, Optimizer):
+            foreign = foreign_optimizers.is_foreign(value)
+            capture = foreign_optimizers.capture_foreign if foreign else optimizers.capture_optimizer
+            capture(captured, name, value, parameters)
+        elif not isinstance(value, rng.GENERATORS) and objects.is_stateful(value):
+            objects.capture_object(captured, name, value)
+
+    def prepare(
+        self, tensors: Mapping[str, SavedTensor], values: Mapping[str, Json], *, strict: bool = True
+    ) -> Restoration:
+        """Check a checkpoint against the live objects and say where its bytes go. Touches nothing.
+
+        tensors, values  those of one rank: what is shared, and what is its own
+        strict           False: what only one side has stays as it is, and is named in a warning
+
+        Raises StateMismatch, which lists what is missing, left over or different; UsageError as `capture` does.
+        """
+        draft = Draft(tensors, values)
+        by_name = self._slots()
+        slots = list(chain.from_iterable(by_name.values()))
+        parameters = ParameterNames(slots)
+        for name, value in self._objects.items():
+            with naming(f"restoring {name}"), draft.steps_of(f"restoring {name}"):
+                self._prepare_one(draft, name, value, by_name.get(name, []), parameters)
+        modules.prepare_slots(draft, Ties(slots))
+        gradients.prepare_gradients(draft, parameters)
+        rng.prepare_global(draft)
+        for name in sorted(set(values) - set(self._objects) - {rng.ROOT, gradients.ROOT}):
+            draft.unexpected.append(name)
+            draft.ignore(name)
+        return draft.finished(strict=strict)
+
+    def _prepare_one(
+        self, draft: Draft, name: str, value: object, slots: list[Slot], parameters: ParameterNames
+    ) -> None:
+        if isinstance(value, nn.Module):
+            modules.prepare_module(draft, name, value, slots)
+            buckets.prepare_orders(draft, name, self._orders_of(name, slots))
+        elif isinstance(value, Tensor):
+            draft.value_of(name, TENSOR)
+        elif isinstance(value, Optimizer):
+            foreign = foreign_optimizers.is_foreign(value)
+            prepare = foreign_optimizers.prepare_foreign if foreign else optimizers.prepare_optimizer
+            prepare(draft, name, value, parameters)
+        elif isinstance(value, rng.GENERATORS):
+            rng.prepare_generator(draft, name, value)
+        elif objects.is_stateful(value):
+            objects.prepare_object(draft, name, value)
+
+    def digests(self, *, accumulating: bool = False) -> dict[str, str]:
+        """xxh3-64 of each part of the state as 16 hex digits: one per registered name, `rng`, and `gradients`.
+
+        Equal exactly if names, dtypes, shapes, bytes and values are. `gradients` only while accumulating: what is left
+        of them between two steps is no part of the state. Copies tensors of other devices to the host.
+        """
+        captured = self.capture(accumulating=accumulating)
+        by_root: dict[str, dict[str, LiveTensor]] = {root: {} for root in captured.values}
+        for name, live in captured.tensors.items():
+            by_root[name.partition("/")[0]][name] = live
+        if not accumulating:
+            del by_root[gradients.ROOT]
+        return {root: _digest(captured.values[root], tensors) for root, tensors in by_root.items()}
+
+    def rng_digest(self) -> str:
+        """The digest of the global random number generators alone; cheap enough for every step."""
+        captured = Captured()
+        rng.capture_global(captured)
+        return _digest(captured.values[rng.ROOT], captured.tensors)
+
+    def _slots(self) -> dict[str, list[Slot]]:
+        """Parameters and buffers of everything registered that has any, by registered name."""
+        slots: dict[str, list[Slot]] = {}
+        for name, value in self._objects.items():
+            if isinstance(value, nn.Module):
+                slots[name] = slots_of(name, value)
+            elif isinstance(value, Tensor):
+                slots[name] = [
+                    Slot(name, "", value, value.requires_grad or isinstance(value, nn.Parameter), True, False)
+                ]
+                check_plain(slots[name][0])
+        return slots
+
+    def _orders_of(self, name: str, slots: list[Slot]) -> list[buckets.BucketOrder]:
+        value = self._objects[name]
+        if name not in self._orders:
+            self._orders[name] = buckets.bucket_orders(value, slots) if isinstance(value, nn.Module) else []
+        return self._orders[name]
+
+    def _of_type(self, types: tuple[type, ...]) -> dict[str, object]:
+        return {name: value for name, value in self._objects.items() if isinstance(value, types)}
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise UsageError(f"{name!r} cannot name a part of the state: use letters, digits and any of _ . -")
+    if name in _RESERVED:
+        raise UsageError(f"{name!r} is what unbroken calls a part of the state of its own: use another name")
+
+
+def _check_object(name: str, value: object) -> None:
+    if isinstance(value, Tensor):
+        if not value.is_leaf:
+            raise UsageError(f"{name} is the result of a computation; register the tensor that it is computed from")
+    elif isinstance(value, rng.GENERATORS):
+        rng.read_generator(value)
+    elif not (isinstance(value, (nn.Module, Optimizer)) or objects.is_stateful(value)):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        hint = (
+            "register each of its parts under a name"
+            if isinstance(value, (list, tuple, dict))
+            else ("give it state_dict() and load_state_dict()")
+        )
+        raise UsageError(f"{name} is a {kind}, whose state unbroken cannot know: {hint}")
+
+
+def _digest(value: Json, tensors: Mapping[str, LiveTensor]) -> str:
+    digest = xxhash.xxh3_64(json.dumps(value, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].tensor
+        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(_bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The elements in row-major order."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().data
