@@ -51,8 +51,9 @@ class Place:
 
     def item(self, key: object) -> Place:
         """The place of `container[key]`."""
-        part = key if isinstance(key, str) and key and _is_text(key) else ascii(key)
-        return Place(f"{self.path}/{part}", f"{self.text}[{key!a}]", self.level + 1)
+        spelled = _spelled(key)
+        part = key if isinstance(key, str) and key and _is_text(key) else spelled
+        return Place(f"{self.path}/{part}", f"{self.text}[{spelled}]", self.level + 1)
 
     def field(self, name: str) -> Place:
         """The place of `value.name`."""
@@ -106,6 +107,14 @@ def references(value: Json) -> Iterator[TensorReference]:
             yield TensorReference(value["name"], value.get("device", "cpu"), tuple(stride) if stride else None)
         for item in value.values():
             yield from references(item)
+
+
+def _spelled(key: object) -> str:
+    """A key for people; a number of thousands of digits and a key whose `repr` fails have none of their own."""
+    try:
+        return ascii(key)[:80]
+    except Exception:
+        return f"a {type(key).__name__}"
 
 
 def _is_text(text: str) -> bool:
