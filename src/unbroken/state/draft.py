@@ -63,7 +63,7 @@ class Draft:
             self.missing.append(name)
             return None
         if value.get("kind") != kind:
-            self.differing.append(f"{name} is a {kind}, and was a {value.get('kind')}")
+            self.differing.append(f"{name} is registered as {kind}, and was as {value.get('kind')}")
             self.ignore(name)
             return None
         return value
