@@ -33,7 +33,7 @@ class Feed(Protocol):
         """What must be known to go on elsewhere, beside seed, epoch and position. Plain values only."""
 
     def adopt(self, state: Mapping[str, Any]) -> list[str]:
-        """Take what `describe` gave in an earlier process; gives warnings for the user.
+        """Take what `describe` gave in an earlier process; gives warnings, for one rank of the job to say.
 
         Raises StateMismatch, having changed nothing, if the live loader cannot go on from there.
         """
@@ -46,6 +46,9 @@ class Feed(Protocol):
 
     def abandoned(self, epoch: int, *, moved_on: bool) -> None:
         """The loop left `epoch` before its end; `moved_on` if the next iteration is of the next epoch."""
+
+    def rank(self) -> int:
+        """Which of the ranks that share an epoch this is; 0 speaks for all."""
 
     def batches(self) -> int:
         """Batches in a whole epoch, on this rank."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from unbroken.data.feed import Delivered
 from unbroken.data.inner import build_inner
 from unbroken.data.items import Carried, SeededItems, Start
-from unbroken.data.samplers import job_world_size
+from unbroken.data.samplers import job_rank, job_world_size
 from unbroken.data.seeding import Preserved, Purpose, mix
 from unbroken.errors import StateMismatch
 
@@ -122,7 +122,7 @@ class IterableFeed:
         return self._inner, self._items
 
     def _deliver(self, batches: Iterator[Carried], epoch: int, position: int, replayed: int) -> Iterator[Delivered]:
-        if replayed:
+        if replayed and self.rank() == 0:
             _logger.warning(
                 "reading %d batches of epoch %d again to come back to where the checkpoint was saved; "
                 "give %s state_dict() and load_state_dict() to go there directly",
@@ -178,6 +178,9 @@ class IterableFeed:
     def _restart_workers(self) -> None:
         self._inner = None
         self._restored = self._restored or bool(self._states)
+
+    def rank(self) -> int:
+        return job_rank()
 
     def batches(self) -> int:
         return len(self._loader)

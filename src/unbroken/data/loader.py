@@ -139,7 +139,8 @@ class ResumableLoader:
                 f"data set (format {state.get('format')!r}, kind {state.get('kind')!r}); load what state_dict() gave"
             )
         taken = copy.deepcopy(dict(state))
-        for warning in self._feed.adopt(taken):
+        warnings = self._feed.adopt(taken)
+        for warning in warnings if self._feed.rank() == 0 else []:
             _logger.warning("%s", warning)
         self._loaded = taken
         self._seed, self._epoch, self._position = taken["seed"], taken["epoch"], taken["position"]

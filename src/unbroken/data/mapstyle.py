@@ -19,7 +19,7 @@ from unbroken.data.dataset import BatchKey, SeededDataset
 from unbroken.data.feed import Delivered
 from unbroken.data.inner import build_inner
 from unbroken.data.orders import Order, known_order, take
-from unbroken.data.samplers import CustomSampler, job_world_size, world_of
+from unbroken.data.samplers import CustomSampler, job_rank, job_world_size, world_of
 from unbroken.data.seeding import Preserved, Purpose, mix
 from unbroken.errors import StateMismatch, UsageError
 
@@ -182,7 +182,8 @@ class MapFeed:
         return count_batches(count, self._size or 1, drop_last=self._drop_last)
 
     def _warn_if_every_rank_reads_everything(self, order: Order) -> None:
-        if order.shuffled and not order.distributed and job_world_size() > 1 and not self._keys.used:
+        alone = not order.distributed and job_world_size() > 1
+        if alone and order.shuffled and self.rank() == 0 and not self._keys.used:
             _logger.warning(
                 "%s on a job of %d ranks: each rank reads all samples; use DistributedSampler to share them",
                 order.kind,
@@ -195,6 +196,9 @@ class MapFeed:
     def abandoned(self, epoch: int, *, moved_on: bool) -> None:
         if self._custom is not None:
             self._custom.break_off(epoch, moved_on=moved_on)
+
+    def rank(self) -> int:
+        return self._order.rank if self._order is not None and self._order.distributed else job_rank()
 
     def batches(self) -> int:
         return len(self._loader) if self._order is None else self._count_left(self._order, 0)

@@ -119,6 +119,10 @@ def job_world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def job_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def _with_inner_samplers(sampler: Any) -> Iterator[Any]:
     """A sampler and those it wraps."""
     seen: list[Any] = []
