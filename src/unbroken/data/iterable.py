@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from unbroken.data.feed import Delivered
+from unbroken.data.hugging_face import runs_functions_on_threads, state_is_exact
 from unbroken.data.inner import build_inner
 from unbroken.data.items import Carried, SeededItems, Start
 from unbroken.data.samplers import job_rank, job_world_size
@@ -23,22 +24,6 @@ from unbroken.data.seeding import Preserved, Purpose, mix
 from unbroken.errors import StateMismatch
 
 _logger = logging.getLogger("unbroken.data")
-
-# Of Hugging Face's `datasets`: stages that hold no example back and compute nothing ahead.
-_ONE_BY_ONE = {
-    "ExamplesIterable",
-    "ShuffledDataSourcesExamplesIterable",
-    "ArrowExamplesIterable",
-    "ShuffledDataSourcesArrowExamplesIterable",
-    "SelectColumnsIterable",
-    "MappedExamplesIterable",
-    "FilteredExamplesIterable",
-    "TakeExamplesIterable",
-    "SkipExamplesIterable",
-    "TypedExamplesIterable",
-    "FormattedExamplesIterable",
-    "RepeatExamplesIterable",
-}
 
 
 class IterableFeed:
@@ -48,6 +33,11 @@ class IterableFeed:
         self._loader = loader
         self._workers = loader.num_workers
         self._by_state = state_is_exact(loader.dataset)
+        if self.rank() == 0 and runs_functions_on_threads(loader.dataset):
+            _logger.warning(
+                "functions mapped over data sets that are then interleaved run on several threads at once: random "
+                "numbers they draw cannot be repeated; map after interleaving if they draw any"
+            )
         self._items: SeededItems | None = None
         self._inner: DataLoader[Any] | None = None
         self._generator = torch.Generator()
@@ -192,30 +182,3 @@ class IterableFeed:
 def _at_epoch_edge(said: dict[str, Any]) -> dict[str, Any]:
     """A worker's state at an epoch's end as the state it begins the next one with."""
     return {**{key: value for key, value in said.items() if key != "iterator"}, "items": 0, "ended": False}
-
-
-def state_is_exact(dataset: Any) -> bool:
-    """Whether what `dataset.state_dict()` leaves out, if it has one, is nothing.
-
-    Hugging Face's does not hold the content of shuffle buffers, and a function mapped over examples ahead of the one
-    that comes out would be run again at another item, with that item's randomness. Any other data set is taken
-    at its word.
-    """
-    if not any(kind.__module__.startswith("datasets.") for kind in type(dataset).__mro__):
-        return True
-    stages = list(_stages(getattr(dataset, "_ex_iterable", None)))
-    names = {type(stage).__name__ for stage in stages}
-    if any("BufferShuffled" in name for name in names):
-        return False
-    if any(getattr(stage, "batched", False) for stage in stages):
-        return False
-    runs_functions = bool(names & {"MappedExamplesIterable", "FilteredExamplesIterable"})
-    return not (runs_functions and names - _ONE_BY_ONE)
-
-
-def _stages(stage: Any) -> Iterator[Any]:
-    if stage is None:
-        return
-    yield stage
-    for inner in [getattr(stage, "ex_iterable", None), *(getattr(stage, "ex_iterables", None) or [])]:
-        yield from _stages(inner)
