@@ -6,6 +6,7 @@ Runs in one process or under DDP, up to a step, and returns what an undisturbed 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,12 @@ def make_job(path: str | Path, rank: int, world_size: int, seed: int = 0, **opti
     return Job(model, optimizer, scheduler, loader, unbroken.Checkpointer(path, state, **options))
 
 
-def train(job: Job, until: int) -> Job:
-    """Train up to global step `until`."""
+def train(job: Job, until: int, before: dict[int, Callable[[], object]] | None = None) -> Job:
+    """Train up to global step `until`; `before[k]` is called in step k, between forward and backward."""
     while job.ckpt.global_step < until:
         for rows, ids in job.loader:
             loss = job.model(rows).square().mean()
+            (before or {}).get(job.ckpt.global_step + 1, lambda: None)()
             loss.backward()
             job.optimizer.step()
             job.optimizer.zero_grad()

@@ -208,8 +208,6 @@ class Checkpointer:
             self._end(abandon=True)
 
     def _open(self) -> Session:
-        if self._closed:
-            raise UsageError("this Checkpointer is closed")
         return open_session(self._root, self._settings, describe_environment())
 
     def _go_on_from(self, session: Session, recovered: Recovered) -> Restored | None:
@@ -235,6 +233,8 @@ class Checkpointer:
             log.warning("rank %d goes on from step %d, but: %s", session.cluster.rank, manifest.step, "; ".join(found))
 
     def _save(self) -> None:
+        if self._closed:
+            raise UsageError("this Checkpointer is closed: it saves no more")
         save = self._saves.begin(self._global_step, self._micro_step)
         if save is None:
             return

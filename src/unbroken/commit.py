@@ -183,11 +183,15 @@ class Coordinator:
             return self._commit(save, time.monotonic())
         except TakenOver as error:
             return Outcome(save.step, save.micro_step, False, str(error), newest_number(self.store))
+        except PeerFailed:
+            raise
         except (UnbrokenError, OSError) as error:
-            if isinstance(error, PeerFailed):
-                raise
             replan = isinstance(error, _StructureChanged)
             return Outcome(save.step, save.micro_step, False, str(error), replan=replan)
+        except Exception as error:
+            # A mistake of ours: all ranks wait for this outcome, so it must come, and say what happened.
+            log.exception("the save of %s failed", save)
+            return Outcome(save.step, save.micro_step, False, f"{type(error).__name__}: {error}")
 
     def _commit(self, save: SaveId, began: float) -> Outcome:
         self._gather_entries(save)

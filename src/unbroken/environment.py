@@ -19,7 +19,7 @@ def describe_environment() -> dict[str, Any]:
     described: dict[str, Any] = {
         "unbroken": _version("unbroken"),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": _version("numpy"),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from unbroken.errors import DirectoryProblem
 from unbroken.state.registry import State
 
@@ -40,7 +42,7 @@ class Ledger:
             "step": step,
             "rank": self._rank,
             "world": self._world_size,
-            "loss": None if loss is None else float(loss).hex(),
+            "loss": None if loss is None else _number(loss).hex(),
             "samples": samples,
             "rng": state.rng_digest(),
         }
@@ -52,6 +54,10 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _number(loss: Any) -> float:
+    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
 
 def open_ledger(rank: int, world_size: int, generation: int) -> Ledger | None:
