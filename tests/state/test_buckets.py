@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from rebuild import Kept, keep_state, put_state, weights
+from rebuild import Kept, keep_state, put_state, same_bytes, weights
 from unbroken.state.buckets import DdpInternals
 from unbroken.state.registry import State
 
@@ -156,6 +156,13 @@ def details(rank: int, world_size: int) -> dict[str, object]:
     original = [id(parameter) for parameter in DdpInternals(job.model).layout()]
     names = {id(parameter): name for model in (fresh.model, job.model) for name, parameter in model.named_parameters()}
 
+    holding = Job(rank)
+    for parameter in holding.model.parameters():
+        parameter.grad = torch.full_like(parameter, -0.0 if rank else 1.0)
+    held = [parameter.grad.clone() for parameter in holding.model.parameters()]
+    bare = {name: value for name, value in kept.values.items() if name != "gradients"}
+    put_state(Kept(kept.tensors, bare), holding.state)
+
     static = put_state(kept, Job(rank, static_graph=True).state).warnings
     hooked = Job(rank)
     hooked.model.register_comm_hook(PowerSGDState(None), powerSGD_hook)
@@ -178,6 +185,7 @@ def details(rank: int, world_size: int) -> dict[str, object]:
         "read": read,
         "same layout": [names[key] for key in layout] == [names[key] for key in original],
         "rng": digest == put_and_digest(kept, rank),
+        "gradients": all(same_bytes(p.grad, g) for p, g in zip(holding.model.parameters(), held, strict=True)),
         "static": static,
         "hooked": put_state(kept, hooked.state).warnings,
         "frozen": put_state(kept, state).warnings,
@@ -198,7 +206,7 @@ def put_and_digest(kept: Kept, rank: int) -> str:
 def test_the_replay_disturbs_nothing_and_what_it_cannot_do_is_one_warning(ranks):
     for result in ranks.run_all_well("state.test_buckets:details", WORLD):
         assert sorted(result["order"]) == sorted(result["read"]) and result["order"][0].startswith("layers.2")
-        assert result["same layout"] and result["rng"]
+        assert result["same layout"] and result["rng"] and result["gradients"]
         assert len(result["static"]) == 1 and "static_graph" in result["static"][0]
         assert len(result["hooked"]) == 1 and "communication hook" in result["hooked"][0]
         assert any("the set of trained parameters changed" in warning for warning in result["frozen"])

@@ -148,6 +148,20 @@ def test_what_an_object_does_to_an_optimizer_while_loading_does_not_last():
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_an_object_that_writes_over_restored_weights_while_loading_is_named():
+    class Clobbering:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state_dict):
+            with torch.no_grad():
+                objects["model"].weight.zero_()
+
+    objects = {"model": nn.Linear(1, 1), "ema": Clobbering()}
+    (warning,) = put(keep(objects), objects).warnings
+    assert "wrote over tensors: 1 (model/weight)" in warning
+
+
 def test_a_value_that_cannot_be_stored_is_named_by_its_path():
     class Holding:
         def state_dict(self):

@@ -223,12 +223,13 @@ class SharedStep(SGD):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            counter = self.state[group["params"][0]].setdefault("counter", torch.zeros(()))
             for parameter in group["params"]:
-                self.state[parameter]["counter"] = counter
+                first = self.state[group["params"][0]]
+                counter = first.setdefault("counter", torch.zeros(()))
+                self.state[parameter].setdefault("counter", counter)
                 self.state[parameter]["note"] = ("seen", 1)
                 self.state[parameter][3] = torch.ones(1)
-                parameter -= 0.1 * counter
+                parameter -= 0.1 * self.state[parameter]["counter"]
             counter += 1
 
 

@@ -83,6 +83,12 @@ def test_a_digest_notices_every_bit_and_says_which_part(change):
     assert {name for name in after if after[name] != before[name]} == {part}
 
 
+def test_a_digest_notices_a_name_a_dtype_and_a_shape_with_the_same_bytes():
+    forms = [torch.zeros(2), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1), torch.zeros(1, 2)]
+    digests = [State({"t": form}).digests()["t"] for form in forms] + [State({"u": forms[0]}).digests()["u"]]
+    assert len(set(digests)) == 5
+
+
 def test_digests_of_a_restored_state_are_those_of_the_saved_one():
     before, after = make(), make()
     torch.rand(3)

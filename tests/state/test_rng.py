@@ -36,6 +36,16 @@ def test_the_global_generators_go_on_where_they_were():
     assert [draw(), draw()] == expected
 
 
+def test_a_save_leaves_the_global_generators_bit_for_bit():
+    random.seed(1)
+    random.gauss(0, 1)
+    np.random.normal()
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    assert before[0][2] is not None, "the cached half of a pair is part of the state"
+    State({}).capture(accumulating=False)
+    assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == before
+
+
 def test_the_states_are_tensors_of_numbers():
     kept = keep({})
     forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in kept.tensors.items()}

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 _SHARED_DTYPES = frozenset(np.dtype(code) for code in "?bhilqBHILQefdFD")
-"""As torch has them too; by NumPy's one-letter codes."""
+"""Those that torch has too, in native byte order; by NumPy's one-letter codes."""
 
 
 def reason_not_plain(tensor: Tensor) -> str | None:
@@ -64,7 +64,7 @@ def tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
     flat = np.asarray(array).reshape(-1, order="F" if fortran else "C")
     if not flat.flags.c_contiguous or not flat.flags.writeable:
         flat = np.array(flat)
-    if flat.dtype not in _SHARED_DTYPES or not flat.dtype.isnative:
+    if flat.dtype not in _SHARED_DTYPES:
         flat = np.frombuffer(bytearray(flat.tobytes()), np.uint8)
     return torch.from_numpy(flat)
 

@@ -26,14 +26,16 @@ class Phase(IntEnum):
     """The order of `Restoration.finish`. Later ones undo what earlier ones did to them on the side."""
 
     MODULES = 0
-    FOREIGN_OPTIMIZERS = 1
-    OBJECTS = 2
+    BEFORE_LOADING = 1
+    FOREIGN_OPTIMIZERS = 2
+    OBJECTS = 3
     """`load_state_dict` of the user's objects, which may write learning rates into optimizers."""
-    OPTIMIZERS = 3
-    BUCKETS = 4
+    AFTER_LOADING = 4
+    OPTIMIZERS = 5
+    BUCKETS = 6
     """The replay leaves no gradients, so gradients come after it."""
-    GRADIENTS = 5
-    GENERATORS = 6
+    GRADIENTS = 7
+    GENERATORS = 8
     """Last: whatever ran before may have drawn random numbers."""
 
 
@@ -142,9 +144,8 @@ class Draft:
                 "nothing was changed; build the same objects as when it was saved, and register them by the same names"
             )
         steps = [(what, step) for _, what, step in sorted(self._steps, key=lambda entry: entry[0])]
-        return Restoration(
-            self.targets, lambda: _run(steps), self.warnings + [f"not restored: {text}" for text in problems]
-        )
+        self.warnings += [f"not restored: {text}" for text in problems]
+        return Restoration(self.targets, lambda: _run(steps), self.warnings)
 
 
 def count_and_name(names: list[str]) -> str:

@@ -131,6 +131,23 @@ def prepare_slots(draft: Draft, ties: Ties) -> None:
             draft.fill(source, first_target[source])
 
 
+def prepare_guard(draft: Draft, ties: Ties) -> None:
+    """Warn, at the end of the restore, if an object's `load_state_dict` wrote into tensors that were already filled."""
+    slots = [slots[0] for slots in ties.groups.values()]
+    versions: list[int] = []
+
+    def note() -> None:
+        versions.extend(slot.tensor._version for slot in slots)
+
+    def compare() -> None:
+        written = [slot.name for slot, version in zip(slots, versions, strict=True) if slot.tensor._version != version]
+        if written:
+            draft.warnings.append(f"loading another object's state wrote over tensors: {count_and_name(written)}")
+
+    draft.then(Phase.BEFORE_LOADING, note)
+    draft.then(Phase.AFTER_LOADING, compare)
+
+
 class _Sources:
     """Under which name the checkpoint has what a live slot needs."""
 

@@ -112,7 +112,9 @@ class State:
         for name, value in self._objects.items():
             with naming(f"restoring {name}"), draft.steps_of(f"restoring {name}"):
                 self._prepare_one(draft, name, value, by_name.get(name, []), parameters)
-        modules.prepare_slots(draft, Ties(slots))
+        ties = Ties(slots)
+        modules.prepare_slots(draft, ties)
+        modules.prepare_guard(draft, ties)
         gradients.prepare_gradients(draft, parameters)
         rng.prepare_global(draft)
         for name in sorted(set(values) - set(self._objects) - {rng.ROOT, gradients.ROOT}):
