@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from loaders import Augmented, check_every_kill, resume, watch
+from loaders import Augmented, batch_bytes, check_every_kill, resume, watch
 from unbroken.data import ResumableLoader, resumable
 from unbroken.data.hugging_face import state_is_exact
 from unbroken.errors import StateMismatch, UsageError
@@ -101,6 +101,35 @@ def test_any_kill_of_a_stream_is_invisible(dataset: type[IterableDataset[Any]], 
 def test_any_kill_with_workers_is_invisible(dataset: type[IterableDataset[Any]], persistent: bool) -> None:
     make = partial(build, dataset, num_workers=2, persistent_workers=persistent, batch_size=3)
     check_every_kill(make, epochs=2, kills=slice(0, None, 3))
+
+
+def test_the_end_of_a_pass_reaches_the_state_of_workers_that_persist() -> None:
+    # Batches fill the workers' shares exactly, so the data set counts its pass only when asked for one sample more.
+    make = partial(build, Stateful, num_workers=2, persistent_workers=True, batch_size=5)
+    check_every_kill(make, epochs=3, kills=slice(2, None, 2))
+
+
+@pytest.mark.parametrize("dataset", [Plain, Stateful])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_an_epoch_broken_off_leaves_nothing_behind_but_what_is_saved(
+    dataset: type[IterableDataset[Any]], options: dict[str, Any]
+) -> None:
+    make = partial(build, dataset, batch_size=3, **options)
+    straight = make()
+    for number, _ in enumerate(straight):
+        if number == 2:
+            break
+    batches = iter(straight)
+    saved = [json.dumps(straight.state_dict())]
+    seen = []
+    for batch in batches:
+        seen.append(batch_bytes(batch))
+        saved.append(json.dumps(straight.state_dict()))
+    assert straight.epoch == 2
+    if options:  # the workers are new, so the epoch is a whole one
+        assert len(seen) == 8
+    for number, state in enumerate(saved[:3]):
+        assert [batch_bytes(batch) for batch in resume(make, state)] == seen[number:]
 
 
 def test_a_stateful_stream_is_not_read_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -137,13 +137,35 @@ class Noisy:
     """A collate function that draws."""
 
     def __call__(self, samples: list[Any]) -> list[Any]:
-        return [*default_collate(samples), torch.rand(2), torch.tensor([random.random()])]
+        return [default_collate(samples), torch.rand(2), torch.tensor([random.random()])]
 
 
 def test_a_random_collate_function_is_seeded_by_its_batch() -> None:
     make = partial(build, "shuffled", collate_fn=Noisy())
     straight = check_every_kill(make)
     assert watch(build("shuffled", collate_fn=Noisy(), num_workers=1), 1) == straight[:7]
+
+
+class Caching(Augmented):
+    """Draws when it reads a sample for the first time only."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.cache: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> int:
+        if index not in self.cache:
+            self.cache[index] = random.random()
+            torch.rand(3)
+        return index
+
+
+def test_what_a_collate_function_draws_does_not_depend_on_a_cache() -> None:
+    loader = resumable(DataLoader(Caching(8), batch_size=4, collate_fn=Noisy()), seed=7)
+    state = loader.state_dict()
+    first = [batch[1].tolist() for batch in loader]
+    loader.load_state_dict(state)
+    assert [batch[1].tolist() for batch in loader] == first
 
 
 def test_without_batching_each_sample_is_its_own_batch() -> None:
