@@ -1,0 +1,133 @@
+"""A proof's result, for people and for machines. Both say the same; nothing here decides anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from unbroken.prove.run import Report, Strike, Trial
+
+RepeatCommand = Callable[[int], str]
+"""The command line that repeats one trial, by its number."""
+
+
+def print_report(report: Report, repeat: RepeatCommand, console: Console) -> None:
+    """The verdict, and how each trial went, at most 80 columns wide where lines can be broken."""
+    console.print(_table(report))
+    for trial in report.trials:
+        if not trial.passed:
+            console.print(_failure(trial, repeat), soft_wrap=True)
+    console.print(_verdict(report), soft_wrap=True)
+
+
+def report_json(report: Report, repeat: RepeatCommand) -> dict[str, Any]:
+    """The same as plain JSON values."""
+    settings, reference = report.settings, report.reference
+    return {
+        "verdict": "PASS" if report.passed else "FAIL",
+        "nodes": settings.nodes,
+        "world_size": settings.world_size,
+        "seed": settings.seed,
+        "steps": reference.steps,
+        "seconds": round(reference.seconds, 3),
+        "final": reference.outcome.final,
+        "compared": list(report.compared),
+        "directory": str(settings.directory),
+        "trials": [_trial_json(trial, report, repeat) for trial in report.trials],
+    }
+
+
+def _trial_json(trial: Trial, report: Report, repeat: RepeatCommand) -> dict[str, Any]:
+    difference = trial.difference
+    return {
+        "trial": trial.number,
+        "passed": trial.passed,
+        "faults": [
+            {
+                "fault": strike.fault.kind,
+                "victim": strike.fault.victim,
+                "step": strike.step,
+                "restored": strike.restored,
+                "steps_lost": strike.steps_lost,
+            }
+            for strike in trial.strikes
+        ],
+        "seconds_lost": round(trial.seconds - report.reference.seconds, 3),
+        "problem": trial.problem or None,
+        "output": trial.output or None,
+        "difference": None
+        if difference is None
+        else {
+            "step": difference.step,
+            "parts": list(difference.parts),
+            "ranks": list(difference.ranks),
+            "later_step": difference.later_step,
+            "later": list(difference.later),
+            "text": str(difference),
+        },
+        "directory": str(trial.place.root),
+        "repeat": repeat(trial.number),
+    }
+
+
+def _table(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("trial", "fault", "struck at", "restored", "steps lost", "seconds lost", "result"):
+        table.add_column(title, justify="left" if title in ("fault", "result") else "right")
+    for trial in report.trials:
+        strikes: list[Strike | None] = [*trial.strikes] or [None]
+        for index, strike in enumerate(strikes):
+            first, last = index == 0, index == len(strikes) - 1
+            table.add_row(
+                str(trial.number) if first else "",
+                *_strike_cells(strike),
+                f"{trial.seconds - report.reference.seconds:.1f}" if last else "",
+                _result(trial) if last else "",
+            )
+    return table
+
+
+def _strike_cells(strike: Strike | None) -> tuple[str, str, str, str]:
+    if strike is None:
+        return ("none", "-", "-", "-")
+    struck_at = "start" if strike.step is None else f"step {strike.step}"
+    restored = "-" if strike.restored is None else f"step {strike.restored}"
+    return (str(strike.fault), struck_at, restored, "-" if strike.steps_lost is None else str(strike.steps_lost))
+
+
+def _result(trial: Trial) -> Text:
+    return Text("equal", style="green") if trial.passed else Text("FAIL", style="bold red")
+
+
+def _failure(trial: Trial, repeat: RepeatCommand) -> RenderableType:
+    lines = [Text(""), Text(f"trial {trial.number}: {trial.problem or trial.difference}", style="bold")]
+    if trial.output:
+        lines += [Text("the job's last lines:"), Text(trial.output)]
+    lines += [Text(f"what it wrote and printed: {trial.place.root}"), Text(f"repeat it: {repeat(trial.number)}")]
+    return Group(*lines)
+
+
+def _verdict(report: Report) -> RenderableType:
+    reference = report.reference
+    if not report.passed:
+        return Group(Text(""), Text("FAIL", style="bold red"))
+    faults = sum(len(trial.strikes) for trial in report.trials)
+    what = f"PASS: {_count(len(report.trials), 'trial')}, {_count(faults, 'fault')}; every run equals the undisturbed"
+    steps = f" ({_count(reference.steps, 'step')}, {_count(report.settings.world_size, 'rank')})"
+    lines = [Text(""), Text(f"{what} one{steps if reference.steps else ''}", style="bold green")]
+    lines.append(Text(f"compared: {', '.join(report.compared)}"))
+    if reference.outcome.final:
+        lines.append(Text(f"final {reference.outcome.final}"))
+    if not any(strike.restored for trial in report.trials for strike in trial.strikes):
+        lines.append(Text("but no trial went on from a checkpoint, as far as the script tells: every run began anew"))
+    if not reference.steps:
+        lines.append(Text("the script keeps no ledger: only its final weights were compared"))
+    return Group(*lines)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
