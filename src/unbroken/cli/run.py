@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from unbroken.candidates import candidates, find_tip
 from unbroken.errors import UsageError
 from unbroken.generations import Generation
 from unbroken.manifest import MANIFEST, Manifest, parse_step_directory, step_directory
-from unbroken.recovery import candidates, find_tip
 from unbroken.retention import MANIFEST_NAME
 from unbroken.store.local import LocalStore
 

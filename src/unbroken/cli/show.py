@@ -50,7 +50,7 @@ def show(
         _print_tensors(f"tensors, {ranks} each its own", tensors, console)
     _print_values(manifest, console)
     _print_mapping("environment", manifest.environment, console)
-    _print_mapping("timings, seconds", manifest.timings, console)
+    _print_mapping("timings, seconds", {name: float(f"{s:.3g}") for name, s in manifest.timings.items()}, console)
 
 
 def _print_head(manifest: Manifest, console: Console) -> None:
