@@ -13,10 +13,12 @@ import contextlib
 import hashlib
 import math
 import os
+import random
 import sysconfig
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -111,7 +113,8 @@ torch.manual_seed(1337)
 
 gpt = GPT().to(device)
 model = DistributedDataParallel(gpt) if distributed else gpt
-torch.manual_seed(1337 + rank)  # every rank its own dropout
+for seed in (random.seed, np.random.seed, torch.manual_seed):  # every rank its own dropout
+    seed(1337 + rank)
 
 decayed = [p for p in model.parameters() if p.dim() >= 2]
 others = [p for p in model.parameters() if p.dim() < 2]

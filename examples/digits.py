@@ -12,6 +12,7 @@ whether or not it was ever killed.
 import argparse
 import hashlib
 import os
+import random
 from datetime import timedelta
 from pathlib import Path
 
@@ -72,7 +73,8 @@ net = nn.Sequential(
 ).to(device, memory_format=torch.channels_last)
 ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
 model = DistributedDataParallel(net) if distributed else net
-torch.manual_seed(1337 + rank)  # every rank its own dropout
+for seed in (random.seed, np.random.seed, torch.manual_seed):  # every rank its own dropout
+    seed(1337 + rank)
 
 optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
 scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=20)

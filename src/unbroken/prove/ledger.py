@@ -36,12 +36,13 @@ Ledger: TypeAlias = dict[tuple[int, int], list[Line]]
 
 
 def read_ledger(directory: Path) -> Ledger:
-    """Every line in `directory`, by step and rank; empty if there are none.
+    """Every line in `directory`, by step and rank, in order of time; empty if there are none.
 
     Raises UnbrokenError for a line that is no ledger line.
     """
     ledger: Ledger = {}
-    for path in sorted(directory.glob("*.jsonl")):
+    # Starts of a job follow one another: the file that was written to last belongs to the latest.
+    for path in sorted(directory.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name)):
         for line in read_lines(path):
             ledger.setdefault((line.step, line.rank), []).append(line)
     return ledger

@@ -40,6 +40,10 @@ class Node(Protocol):
     """One simulated machine. Used by one thread."""
 
     @property
+    def kind(self) -> str:
+        """What stands for a machine, for the report."""
+
+    @property
     def index(self) -> int:
         """From 0 on; torchrun's node rank."""
 
@@ -67,6 +71,7 @@ class LoopbackNode:
     """Of the proof: it tells the node's processes from all others."""
     address: str = "127.0.0.1"
     interface: str = "lo"
+    kind: str = "processes on loopback"
 
     def enter(self, command: Sequence[str]) -> list[str]:
         return list(command)
@@ -84,6 +89,7 @@ class NamespaceNode:
     """Of the namespace."""
     address: str
     interface: str = "eth0"
+    kind: str = "network namespaces"
 
     def enter(self, command: Sequence[str]) -> list[str]:
         return ["ip", "netns", "exec", self.name, *command]

@@ -30,12 +30,14 @@ def report_json(report: Report, repeat: RepeatCommand) -> dict[str, Any]:
     return {
         "verdict": "PASS" if report.passed else "FAIL",
         "nodes": settings.nodes,
+        "nodes_are": report.nodes,
         "world_size": settings.world_size,
         "seed": settings.seed,
         "steps": reference.steps,
         "seconds": round(reference.seconds, 3),
         "final": reference.outcome.final,
         "compared": list(report.compared),
+        "unseeded": any(trial.unseeded for trial in report.trials),
         "directory": str(settings.directory),
         "trials": [_trial_json(trial, report, repeat) for trial in report.trials],
     }
@@ -67,6 +69,7 @@ def _trial_json(trial: Trial, report: Report, repeat: RepeatCommand) -> dict[str
             "ranks": list(difference.ranks),
             "later_step": difference.later_step,
             "later": list(difference.later),
+            "before_fault": difference.before_fault,
             "text": str(difference),
         },
         "directory": str(trial.place.root),
@@ -120,8 +123,16 @@ def _verdict(report: Report) -> RenderableType:
     steps = f" ({_count(reference.steps, 'step')}, {_count(report.settings.world_size, 'rank')})"
     lines = [Text(""), Text(f"{what} one{steps if reference.steps else ''}", style="bold green")]
     lines.append(Text(f"compared: {', '.join(report.compared)}"))
+    lines.append(Text(f"nodes: {report.settings.nodes}, {report.nodes}"))
     if reference.outcome.final:
         lines.append(Text(f"final {reference.outcome.final}"))
+    if any(trial.unseeded for trial in report.trials):
+        lines.append(
+            Text(
+                "rng: compared only where a step was done twice, as the script leaves a generator unseeded "
+                "(random, numpy or torch)"
+            )
+        )
     if not any(strike.restored for trial in report.trials for strike in trial.strikes):
         lines.append(Text("but no trial went on from a checkpoint, as far as the script tells: every run began anew"))
     if not reference.steps:

@@ -19,7 +19,7 @@ from unbroken.prove.launch import POLL_S, Command, Job, Place, start
 from unbroken.prove.ledger import Progress, last_step, read_ledger
 from unbroken.prove.nodes import Node, open_nodes
 from unbroken.prove.processes import require_proc
-from unbroken.prove.verdict import Difference, Outcome, compare, compared
+from unbroken.prove.verdict import Difference, Outcome, compare, compared, unseeded
 
 GRACE_S = 10.0
 """How long the survivors of a fault may take to fail by themselves, in seconds."""
@@ -98,6 +98,8 @@ class Trial:
     output: str = ""
     """The last lines of a job that did not come to its end."""
     difference: Difference | None = None
+    unseeded: bool = False
+    """True if the script leaves a random generator unseeded: see verdict.unseeded."""
 
     @property
     def passed(self) -> bool:
@@ -111,6 +113,8 @@ class Report:
 
     settings: Settings
     reference: Reference
+    nodes: str
+    """What stood for nodes: "network namespaces" or "processes on loopback"."""
     trials: list[Trial]
     """In order, up to the first that did not pass."""
 
@@ -164,10 +168,11 @@ class _Proof:
     tell: Callable[[str], None]
 
     def run(self) -> Report:
-        self.tell(f"undisturbed run, {self.settings.world_size} ranks on {self.settings.nodes} nodes")
+        kind = self.nodes[0].kind
+        self.tell(f"undisturbed run, {self.settings.world_size} ranks, nodes {self.settings.nodes} ({kind})")
         reference = self._reference()
         self.tell(f"undisturbed run took {reference.seconds:.1f} s")
-        report = Report(self.settings, reference, [])
+        report = Report(self.settings, reference, kind, [])
         for number in self.settings.trials:
             trial = self._trial(number, reference)
             report.trials.append(trial)
@@ -217,7 +222,9 @@ class _Proof:
         else:
             trial.problem = f"the job always ended before {faults[0]} could strike; give it more steps"
         if not trial.problem:
-            trial.difference = compare(reference.outcome, Outcome(read_ledger(trial.place.ledger), trial.place.final()))
+            outcome = Outcome(read_ledger(trial.place.ledger), trial.place.final())
+            trial.difference = compare(reference.outcome, outcome, trial.strikes[0].step)
+            trial.unseeded = bool(unseeded(reference.outcome, outcome))
         return trial
 
     def _run_trial(self, trial: Trial, faults: list[Fault], reference: Reference) -> None:

@@ -6,8 +6,9 @@ rank counts, also those of steps that were done twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from unbroken.prove.ledger import Ledger, Line, last_step
 
@@ -42,6 +43,9 @@ class Difference:
     later: tuple[str, ...] = ()
     """What else differs at `later_step`, the first step from there on whose lines hold the whole state."""
     later_step: int | None = None
+    before_fault: bool = False
+    """True if the run had not been struck yet: two undisturbed runs of the script differ, and resuming is not to
+    blame."""
 
     def __str__(self) -> str:
         if self.parts == (FINAL,):
@@ -53,27 +57,46 @@ class Difference:
             where = f"step {self.step} of {_ranks(self.ranks)} does not exist in the undisturbed run"
         if self.later:
             where += f"; at step {self.later_step}, where the whole state is known, {', '.join(self.later)} differ"
+        if self.before_fault:
+            where += "; no fault had struck yet: the script gives other results each time it is started"
         return where
 
 
-def compare(reference: Outcome, trial: Outcome) -> Difference | None:
+def compare(reference: Outcome, trial: Outcome, struck_at: int | None = None) -> Difference | None:
     """The first difference, or None if nothing that both runs tell differs.
 
     reference  the undisturbed run: it holds each step of each rank once
+    trial      lines of one step and rank are ordered by time
+    struck_at  the highest step of any rank when the first fault struck; None if it was none
     """
     found: dict[int, dict[str, set[int]]] = {}
     """Parts that differ, with ranks, by step."""
+    before_fault: set[int] = set()
+    own_rng = unseeded(reference, trial)
     for (step, rank), lines in trial.ledger.items():
-        expected = reference.ledger.get((step, rank))
-        parts = {part for line in lines for part in _differing(expected[0], line)} if expected else {EXTRA}
-        _note(found, step, rank, parts)
+        expected = _expected(reference, step, rank, lines[0] if rank in own_rng else None)
+        differing = [_differing(expected, line) for line in lines]
+        _note(found, step, rank, set().union(*differing))
+        if differing[0] and step < (struck_at or 0):
+            before_fault.add(step)
     for step, rank in reference.ledger.keys() - trial.ledger.keys():
         _note(found, step, rank, {MISSING})
     if found:
-        return _first(found)
+        return replace(_first(found), before_fault=min(found) in before_fault)
     if reference.final != trial.final:
         return Difference(last_step(reference.ledger), (FINAL,), ())
     return None
+
+
+def unseeded(reference: Outcome, trial: Outcome) -> tuple[int, ...]:
+    """Ranks on which two fresh starts disagree on the random state, because the script leaves a generator unseeded.
+
+    If nobody draws from it (Python's `random` in a script that only seeds torch), that changes nothing else. Their
+    random state can still be held against itself: a step that was done twice must have left the same one.
+    """
+    first = min((step for step, _ in reference.ledger), default=0)
+    both = (key for key in trial.ledger if key[0] == first and key in reference.ledger)
+    return tuple(sorted(rank for step, rank in both if _rng(reference, step, rank) != _rng(trial, step, rank)))
 
 
 def compared(reference: Outcome) -> tuple[str, ...]:
@@ -84,14 +107,30 @@ def compared(reference: Outcome) -> tuple[str, ...]:
     return (*parts, *([FINAL] if reference.final else []))
 
 
-def _differing(expected: Line, line: Line) -> Iterator[str]:
-    for part in LINE_PARTS:
-        if getattr(expected, part) != getattr(line, part):
-            yield part
+def _rng(outcome: Outcome, step: int, rank: int) -> str | None:
+    return outcome.ledger[step, rank][0].rng
+
+
+def _expected(reference: Outcome, step: int, rank: int, own: Line | None) -> Line | None:
+    """The reference's line; with the random state of `own`, if that is given."""
+    expected = reference.ledger[step, rank][0] if (step, rank) in reference.ledger else None
+    if expected is None or own is None:
+        return expected
+    state = expected.state
+    if state is not None and own.state is not None and "rng" in own.state:
+        state = {**state, "rng": own.state["rng"]}
+    return msgspec.structs.replace(expected, rng=own.rng, state=state)
+
+
+def _differing(expected: Line | None, line: Line) -> set[str]:
+    """The parts in which a line is not as expected."""
+    if expected is None:
+        return {EXTRA}
+    parts = {part for part in LINE_PARTS if getattr(expected, part) != getattr(line, part)}
     if expected.state is not None and line.state is not None:
-        for part in sorted(expected.state.keys() | line.state.keys()):
-            if expected.state.get(part) != line.state.get(part):
-                yield part
+        names = expected.state.keys() | line.state.keys()
+        parts |= {name for name in names if expected.state.get(name) != line.state.get(name)}
+    return parts
 
 
 def _note(found: dict[int, dict[str, set[int]]], step: int, rank: int, parts: set[str]) -> None:
