@@ -30,6 +30,7 @@ _LAUNCHERS_OWN = re.compile(
 _RESTORED = re.compile(r"\brestored step (\d+)")
 # torchrun's own exit code is 1 whatever its workers' was; its summary tells theirs.
 _PREEMPTED = re.compile(r"^\s*exitcode\s*:\s*75\b", re.MULTILINE)
+_LAUNCHERS_ACCOUNT = re.compile(r"[EW]\d{4} \d\d:\d\d:.*(Sending process|failed \(exitcode)")
 _FINAL = re.compile(r"^final ([0-9a-f]+)\s*$", re.MULTILINE)
 
 
@@ -63,7 +64,7 @@ class Place:
         newest = [_text(path).splitlines() for path in self.logs() if path.parent == self.logs()[-1].parent]
         told = max(newest, key=lambda lines: sum("Error" in line for line in lines), default=[])
         # The launcher's own account of a failed worker follows the script's and says nothing that is not there.
-        ends = [number for number, line in enumerate(told) if line.startswith(("E1", "E0", "W1", "W0")) and number]
+        ends = [number for number, line in enumerate(told) if _LAUNCHERS_ACCOUNT.match(line)]
         shown = told[: ends[0]] if ends else told
         return "\n".join(shown[-count:])
 

@@ -1,0 +1,96 @@
+"""Finding and ending a proof's processes: those of sessions of their own too, and never anybody else's."""
+
+import os
+import secrets
+import subprocess
+import sys
+
+import pytest
+
+from unbroken.prove.faults import Fault, strike
+from unbroken.prove.nodes import LoopbackNode
+from unbroken.prove.processes import MARKER, NODE, kill_marked, marked, workers
+
+# Says that it runs, with its process ids, and waits until its input ends.
+WAIT = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
+FORK_AND_WAIT = (
+    "import os, sys; child = os.fork(); child or os.setsid();"
+    "print(os.getpid() if child else -1, child, flush=True) if child else None; sys.stdin.read()"
+)
+
+
+class Family:
+    """Processes that the test started."""
+
+    def __init__(self):
+        self.marker = secrets.token_hex(8)
+        self.processes = []
+
+    def start(self, code=WAIT, marker=None, **variables):
+        """Process ids that the program prints once it runs."""
+        process = subprocess.Popen(
+            [sys.executable, "-Sc", code],
+            env={**os.environ, MARKER: marker or self.marker, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return [int(word) for word in process.stdout.readline().split()]
+
+
+@pytest.fixture
+def family():
+    family = Family()
+    yield family
+    for process in family.processes:
+        process.kill()
+        process.communicate()
+
+
+def test_exactly_the_marked_processes_are_found(family):
+    ours = family.start()
+    family.start(marker="somebody else")
+    assert [process.pid for process in marked(family.marker)] == ours
+
+
+def test_orphans_in_sessions_of_their_own_are_found_and_ended(family):
+    parent, child = family.start(FORK_AND_WAIT)
+    family.processes[0].kill()
+    family.processes[0].wait()
+    assert [process.pid for process in marked(family.marker)] == [child]
+    kill_marked(family.marker)
+    assert marked(family.marker) == []
+    assert parent != child
+
+
+def test_nobody_elses_processes_are_ended(family):
+    family.start()
+    family.start(marker="somebody else")
+    kill_marked(family.marker)
+    assert family.processes[0].wait() == -9
+    assert family.processes[1].poll() is None
+
+
+def test_a_worker_is_told_from_what_it_forked(family):
+    parent, child = family.start(FORK_AND_WAIT, RANK="1")
+    (other,) = family.start(RANK="0")
+    assert {process.pid for process in marked(family.marker)} == {parent, child, other}
+    assert workers(marked(family.marker)) == {0: other, 1: parent}
+
+
+@pytest.mark.parametrize(("kind", "victim", "dead"), [("rank", 1, {1}), ("node", 1, {1, 2}), ("all", None, {0, 1, 2})])
+def test_a_fault_kills_what_it_says(family, kind, victim, dead):
+    for rank, node in ((0, 0), (1, 1), (2, 1)):
+        family.start(**{"RANK": str(rank), NODE: str(node)})
+    assert strike(Fault(kind, victim, 0, 0.0), [LoopbackNode(index, family.marker) for index in (0, 1)], family.marker)
+    living = {int(process.environment["RANK"]) for process in marked(family.marker)}
+    assert living == {0, 1, 2} - dead
+
+
+def test_a_fault_that_finds_nobody_has_not_struck(family):
+    family.start(RANK="0", **{NODE: "0"})
+    nodes = [LoopbackNode(index, family.marker) for index in (0, 1)]
+    assert not strike(Fault("rank", 1, 0, 0.0), nodes, family.marker)
+    assert not strike(Fault("node", 1, 0, 0.0), nodes, family.marker)
+    assert len(marked(family.marker)) == 1

@@ -1,0 +1,102 @@
+"""The whole proof, on a script that plays a training job: it must pass what is right and find what is wrong."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from unbroken.errors import UsageError
+from unbroken.prove.launch import Command
+from unbroken.prove.run import Settings, prove
+
+FAKE = str(Path(__file__).with_name("fake_training.py"))
+STEPS, EVERY = 24, 4
+
+
+def run(directory, *arguments, kinds=("rank",), nodes=1, nproc=2, trials=(1,), deadline_s=60.0, seed=0, tell=None):
+    command = Command((FAKE, "--steps", str(STEPS), "--every", str(EVERY), *arguments), nproc)
+    settings = Settings(command, nodes, kinds, trials, seed, directory, deadline_s, grace_s=1.0)
+    return prove(settings, tell or (lambda _: None))
+
+
+def still_running(directory):
+    """Processes whose environment names the proof's directory, found without the module under test."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if str(directory).encode() in (entry / "environ").read_bytes():
+                    found.append(entry.name)
+            except OSError:
+                continue
+    return found
+
+
+def test_a_script_that_resumes_exactly_passes_every_kind_of_fault(tmp_path):
+    report = run(tmp_path, kinds=("rank", "node", "all"), nodes=2, nproc=2, trials=(1, 2, 3))
+    assert report.passed, [trial.difference or trial.problem for trial in report.trials]
+    assert report.compared == ("samples", "rng", "loss", "model", "optimizer", "final")
+    assert report.reference.steps == STEPS
+    assert {trial.strikes[0].fault.kind for trial in report.trials} == {"rank", "node", "all"}
+    assert all(trial.strikes[0].restored is not None for trial in report.trials)
+    assert still_running(tmp_path) == []
+
+
+@pytest.mark.parametrize("forgotten", ["samples", "rng", "optimizer"])
+def test_a_script_that_forgets_a_part_of_its_state_fails_and_the_part_is_named(tmp_path, forgotten):
+    report = run(tmp_path, "--forget", forgotten)
+    trial = report.trials[-1]
+    assert not report.passed
+    strike = trial.strikes[0]
+    assert strike.restored is not None and 0 < strike.restored < STEPS
+    assert trial.difference.step == strike.restored + 1
+    assert forgotten in (*trial.difference.parts, *trial.difference.later)
+    assert not trial.difference.before_fault
+    assert still_running(tmp_path) == []
+
+
+def test_a_job_that_hangs_after_a_fault_fails_and_nothing_stays_behind(tmp_path):
+    report = run(tmp_path, "--hang", deadline_s=10.0)
+    assert "the job hangs: start 2 did not end within 10 s" in report.trials[0].problem
+    assert still_running(tmp_path) == []
+
+
+def test_a_job_that_cannot_go_on_fails_with_its_last_lines(tmp_path):
+    report = run(tmp_path, "--fail")
+    assert report.trials[0].problem == "the job fails when it is started again (start 2, exit code 1)"
+    assert report.trials[0].output.endswith("RuntimeError: cannot go on from here")
+
+
+def test_a_script_without_a_ledger_is_judged_by_its_final_weights(tmp_path):
+    report = run(tmp_path, "--no-ledger")
+    assert report.passed
+    assert report.compared == ("final",)
+    assert report.trials[0].strikes
+
+
+def test_a_script_that_fails_undisturbed_is_wrong_use(tmp_path):
+    with pytest.raises(UsageError, match=r"(?s)fails undisturbed \(exit code 1\).*RuntimeError: broken from the start"):
+        run(tmp_path, "--broken", nproc=1)
+    assert still_running(tmp_path) == []
+
+
+def test_a_script_that_leaves_nothing_to_compare_is_wrong_use(tmp_path):
+    with pytest.raises(UsageError, match="nothing to compare"):
+        run(tmp_path, "--no-ledger", "--silent")
+
+
+def test_an_interrupted_proof_leaves_no_process(tmp_path):
+    def interrupt(line):
+        if line.startswith("undisturbed run took"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, tell=interrupt)
+    assert still_running(tmp_path) == []
+
+
+def test_a_directory_that_holds_something_is_refused(tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(UsageError, match="is not empty"):
+        run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
