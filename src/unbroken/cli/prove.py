@@ -25,7 +25,7 @@ from unbroken.prove.run import prove as run_proof
 
 
 def prove(
-    script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", show_default=False)],
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT", show_default=False)],
     nodes: Annotated[int, typer.Option(min=1, help="Nodes to simulate.")] = 1,
     nproc: Annotated[int, typer.Option(min=1, help="Workers per node.")] = 2,
     faults: Annotated[str, typer.Option(help=f"Kinds of faults, with commas: {', '.join(KINDS)}.")] = "rank,node,all",

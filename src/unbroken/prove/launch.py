@@ -140,7 +140,7 @@ def start(command: Command, nodes: Sequence[Node], place: Place, number: int, ma
             with log.open("wb") as output:
                 job.launchers.append(
                     subprocess.Popen(
-                        node.enter(_torchrun(command, nodes, node, port, place)),
+                        node.enter(_torchrun(command, nodes, node, port, place, directory)),
                         env=_environment(node, place, marker),
                         stdin=subprocess.DEVNULL,
                         stdout=output,
@@ -155,7 +155,9 @@ def start(command: Command, nodes: Sequence[Node], place: Place, number: int, ma
     return job
 
 
-def _torchrun(command: Command, nodes: Sequence[Node], node: Node, port: int, place: Place) -> list[str]:
+def _torchrun(
+    command: Command, nodes: Sequence[Node], node: Node, port: int, place: Place, directory: Path
+) -> list[str]:
     # Not --standalone: static rendezvous works the same for one node and for several, and with --max-restarts 0 a
     # lost worker ends the job on its node, so that it is always we who start it again.
     return [
@@ -163,6 +165,8 @@ def _torchrun(command: Command, nodes: Sequence[Node], node: Node, port: int, pl
         *("--nnodes", str(len(nodes)), "--node-rank", str(node.index)),
         *("--master-addr", nodes[0].address, "--master-port", str(port), "--local-addr", node.address),
         *("--nproc-per-node", str(command.workers_per_node), "--max-restarts", "0"),
+        # Otherwise a killed launcher leaves a directory among the system's temporary files.
+        *("--log-dir", str(directory / "torchrun")),
         *(argument.replace(OUT, str(place.run)) for argument in command.script),
     ]
 

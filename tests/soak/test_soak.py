@@ -1,0 +1,50 @@
+"""The examples, killed again and again: final weights and ledgers equal, and never more lost than promised.
+
+A proof of its own would do for a user; here the number of kills is fixed and what they cost is held too.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from unbroken.prove.launch import OUT, Command
+from unbroken.prove.run import Report, Settings, prove
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+KILLS_EACH = 17
+"""Times two examples and three world sizes: more than a hundred."""
+KINDS = ("rank", "node", "all")
+
+
+def run(directory, example, nodes, nproc, kinds, trial, steps, every, seed=0) -> Report:
+    script = (str(EXAMPLES / f"{example}.py"), "--out", OUT, "--steps", str(steps), "--every", str(every))
+    return prove(Settings(Command(script, nproc), nodes, kinds, [trial], seed, directory, deadline_s=300.0))
+
+
+def assert_clean(report: Report, every: int) -> None:
+    """The run equals the undisturbed one in everything, and no strike cost more than the steps since the last save."""
+    for trial in report.trials:
+        assert trial.passed, f"{trial.difference or trial.problem}\n{trial.output}"
+        assert trial.strikes
+        for strike in trial.strikes:
+            # One more than `every`: the save of a step may still be on its way to the disk when the next one ends.
+            assert (strike.steps_lost or 0) <= every + 1, strike
+    assert {"samples", "rng", "loss", "model", "optimizer", "loader", "final"} <= set(report.compared)
+
+
+def test_an_example_on_four_ranks_that_lost_one_is_not_changed(tmp_path):
+    report = run(tmp_path, "ddp", nodes=1, nproc=4, kinds=("rank",), trial=1, steps=24, every=5, seed=4)
+    assert_clean(report, every=5)
+    assert report.trials[0].strikes[0].restored > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "nproc"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("example", ["ddp", "digits"])
+def test_a_hundred_kills_change_nothing(tmp_path, example, nodes, nproc):
+    kills, trial = 0, 0
+    while kills < KILLS_EACH:
+        trial += 1
+        report = run(tmp_path / str(trial), example, nodes, nproc, KINDS, trial, steps=40, every=5)
+        assert_clean(report, every=5)
+        kills += sum(len(each.strikes) for each in report.trials)
