@@ -17,7 +17,7 @@ T = TypeVar("T")
 def clusters(world_size: int) -> list[Cluster]:
     """One cluster object per rank, all on one store."""
     store = dist.HashStore()
-    return [Cluster(rank, world_size, lambda: store) for rank in range(world_size)]
+    return [Cluster(rank, world_size, store) for rank in range(world_size)]
 
 
 def channels(world_size: int) -> list[Channel]:

@@ -106,6 +106,6 @@ def test_lost_rank_0_is_an_error_not_a_wait():
         def check(self, _keys):
             raise dist.DistNetworkError("Broken pipe")
 
-    channel = Cluster(3, 4, Gone).channel("test", threading.Event())
+    channel = Cluster(3, 4, Gone()).channel("test", threading.Event())
     with pytest.raises(PeerFailed, match="rank 3 lost the control channel"):
         channel.read("k", 60, "x")

@@ -2,16 +2,13 @@ import threading
 
 import pytest
 
-from ranks import channels, clusters, on_all
+from ranks import channels, on_all
 from unbroken.errors import DeadlineExceeded
 from unbroken.meeting import Meetings
 
 
 def meetings(world_size: int, deadline_s: float = 30) -> list[Meetings]:
-    return [
-        Meetings(c.channel("t", threading.Event()), c.channel("t", threading.Event()), deadline_s)
-        for c in clusters(world_size)
-    ]
+    return [Meetings(channel, deadline_s) for channel in channels(world_size)]
 
 
 def run_steps(meeting: Meetings, lockstep: threading.Barrier, ask_at: dict[int, tuple[int, str]], last: int = 10_000):
@@ -21,7 +18,7 @@ def run_steps(meeting: Meetings, lockstep: threading.Barrier, ask_at: dict[int, 
     try:
         for step in range(1, last):
             lockstep.wait(30)
-            wish = ask_at.get(meeting.asking.rank)
+            wish = ask_at.get(meeting.channel.rank)
             if wish and step >= wish[0]:
                 meeting.ask(wish[1])
             purpose = meeting.now(step)
@@ -29,7 +26,7 @@ def run_steps(meeting: Meetings, lockstep: threading.Barrier, ask_at: dict[int, 
                 met.append((step, purpose))
                 if purpose == "leave":
                     break
-                ask_at.pop(meeting.asking.rank, None)
+                ask_at.pop(meeting.channel.rank, None)
                 if len(met) == 1 and not ask_at:
                     break
         return met
@@ -61,7 +58,7 @@ def test_nobody_asks_and_nobody_meets():
 
 def test_a_single_process_meets_itself_at_once():
     (channel,) = channels(1)
-    meeting = Meetings(channel, channel, 1)
+    meeting = Meetings(channel, 1)
     meeting.start(0)
     assert meeting.now(1) is None
     meeting.ask("save")

@@ -30,7 +30,6 @@ def sessions(root: Path, world_size: int, keep: Keep | None = None, deadline_s: 
         Session(
             c,
             c.channel("t", threading.Event()),
-            "t",
             LocalStore(root),
             Settings(keep, deadline_s, 20),
             {},

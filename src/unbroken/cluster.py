@@ -4,8 +4,8 @@ The channel is a key-value store on rank 0 (`torch.distributed.TCPStore`), never
 waits for a disk must not stand between two all-reduces, and a rank that hangs must become an error with a name, not a
 silent wait. Every wait has a deadline (invariant 12) and ends early when the channel is closed.
 
-A `Channel` is one connection. TCPStore serialises the calls of one connection, so each thread that waits has its own.
-Waiting is polling with growing pauses: a blocking wait of TCPStore can neither be cut short nor end without noise.
+Waiting is polling with growing pauses: a blocking wait of TCPStore holds its connection, so that no other thread can
+speak meanwhile, and can neither be cut short nor end without noise. So one connection per process serves all threads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _stores: Any = dist  # torch.distributed re-exports its stores without saying so
 
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.05
-CONNECT_S = 5.0
-"""How long one address of rank 0 is tried before the next one."""
+CONNECT_S = 15.0
+"""How long one address of rank 0 is tried before the next one. TCPStore looks up names, which alone can take 5 s."""
 
 
 class Message(msgspec.Struct):
@@ -51,7 +51,7 @@ class Message(msgspec.Struct):
 
 @dataclass(slots=True)
 class Channel:
-    """One connection to the control store. For one thread at a time.
+    """The control store as one Checkpointer sees it. May be used by several threads.
 
     Keys are seen by all ranks and live until `forget`. Values are bytes.
     """
@@ -180,16 +180,14 @@ class Channel:
 
 @dataclass(slots=True)
 class Cluster:
-    """Who takes part, and how to reach them. Channels of one cluster may be used from different threads."""
+    """Who takes part, and how to reach them."""
 
     rank: int
     world_size: int
-    open_store: Callable[[], Any]
-    """Makes a new connection to the control store."""
+    store: Any = field(repr=False)
+    """The connection to the control store; on rank 0 the store itself."""
     jobs: int = 0
     """How many Checkpointers have used this cluster; each gets a namespace of its own."""
-    server: Any = field(default=None, repr=False)
-    """On rank 0: keeps the control store alive."""
 
     def new_namespace(self) -> str:
         """A namespace for one Checkpointer. Ranks must make their Checkpointers in the same order."""
@@ -197,8 +195,8 @@ class Cluster:
         return f"unbroken/{self.jobs}"
 
     def channel(self, namespace: str, stopped: threading.Event) -> Channel:
-        """A connection of its own. Raises PeerFailed if rank 0 cannot be reached."""
-        return Channel(self.rank, self.world_size, self.open_store(), namespace, stopped)
+        """The store as seen from `namespace`; `stopped` ends its waits."""
+        return Channel(self.rank, self.world_size, self.store, namespace, stopped)
 
 
 _connected: tuple[Any, Cluster] | None = None
@@ -236,8 +234,7 @@ def _alone(check_launcher: bool = True) -> Cluster:
             f"the launcher started {launched} ranks, but torch.distributed is not initialised: "
             "call torch.distributed.init_process_group() before Checkpointer.restore()"
         )
-    store = _stores.HashStore()
-    return Cluster(0, 1, lambda: store)
+    return Cluster(0, 1, _stores.HashStore())
 
 
 def _connect_ranks(rank: int, world_size: int, deadline_s: float) -> Cluster:
@@ -249,9 +246,7 @@ def _connect_ranks(rank: int, world_size: int, deadline_s: float) -> Cluster:
         nonce = secrets.token_hex(8)
         server.set("nonce", nonce)
         shared.set(key, json.dumps({"hosts": _own_addresses(), "port": server.port, "nonce": nonce}))
-        return Cluster(
-            0, world_size, lambda: _connect_store(["127.0.0.1"], server.port, nonce, deadline_s), server=server
-        )
+        return Cluster(0, world_size, server)
     try:
         shared.wait([key], timedelta(seconds=deadline_s))
     except RuntimeError as error:
@@ -260,7 +255,7 @@ def _connect_ranks(rank: int, world_size: int, deadline_s: float) -> Cluster:
             "every rank must call restore() (or save)"
         ) from error
     where = json.loads(shared.get(key))
-    return Cluster(rank, world_size, lambda: _connect_store(where["hosts"], where["port"], where["nonce"], deadline_s))
+    return Cluster(rank, world_size, _connect_store(where["hosts"], where["port"], where["nonce"], deadline_s))
 
 
 def _own_addresses() -> list[str]:

@@ -40,10 +40,7 @@ class _Meeting(msgspec.Struct):
 class Meetings:
     """One rank's part in meetings. `ask` and `now` are for the training thread; a thread of ours does the rest."""
 
-    asking: Channel
-    """Used by the training thread."""
-    watching: Channel
-    """Used by our thread."""
+    channel: Channel
     deadline_s: float
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _known: threading.Condition = field(init=False)
@@ -63,7 +60,7 @@ class Meetings:
     def start(self, step: int) -> None:
         """Begin to watch. `step` is where the training loop is now."""
         self._step = step
-        if self.asking.world_size > 1:
+        if self.channel.world_size > 1:
             self._thread = threading.Thread(target=self._watch, name="unbroken-meetings", daemon=True)
             self._thread.start()
 
@@ -78,13 +75,13 @@ class Meetings:
         """Ask all ranks to meet soon. Asking again before the meeting changes nothing, except that leaving wins."""
         with self._lock:
             self._leave = self._leave or purpose == "leave"
-            if self.asking.world_size == 1:
+            if self.channel.world_size == 1:
                 self._meeting = self._meeting or _Meeting(self._step + 1, purpose)
                 return
             if self._answered is not None:
                 return
             number = self._number
-        self.asking.post(f"meeting/{number}/asked", purpose.encode())
+        self.channel.post(f"meeting/{number}/asked", purpose.encode())
         self._look.set()
 
     def now(self, step: int) -> Purpose | None:
@@ -95,7 +92,7 @@ class Meetings:
         """
         with self._known:
             self._step = step
-            if self.asking.world_size == 1:
+            if self.channel.world_size == 1:
                 return self._now_alone()
             if self._answered is None or step <= self._answered:
                 return None
@@ -119,7 +116,7 @@ class Meetings:
         return "leave" if self._leave else "save"
 
     def _watch(self) -> None:
-        pause = max(LOOK_S, self.asking.world_size / 4096)
+        pause = max(LOOK_S, self.channel.world_size / 4096)
         try:
             while not self._stopped:
                 self._look.wait(pause)
@@ -135,27 +132,27 @@ class Meetings:
 
     def _attend(self, number: int) -> None:
         prefix = f"meeting/{number}"
-        if not self.watching.has(f"{prefix}/asked"):
+        if not self.channel.has(f"{prefix}/asked"):
             return
         with self._known:
             self._answered = self._step
             answer = _Answer(self._step, self._leave)
-        self.watching.post(f"{prefix}/answer/{self.watching.rank}", msgspec.json.encode(answer))
-        if self.watching.rank == 0:
+        self.channel.post(f"{prefix}/answer/{self.channel.rank}", msgspec.json.encode(answer))
+        if self.channel.rank == 0:
             self._set_meeting(prefix)
-        data = self.watching.read(f"{prefix}/set", self.deadline_s, "rank 0 to say at which step to meet")
+        data = self.channel.read(f"{prefix}/set", self.deadline_s, "rank 0 to say at which step to meet")
         with self._known:
             self._meeting = msgspec.json.decode(data, type=_Meeting)
             self._known.notify_all()
 
     def _set_meeting(self, prefix: str) -> None:
-        keys = [f"{prefix}/answer/{rank}" for rank in range(self.watching.world_size)]
-        missing = self.watching.wait_all(keys, self.deadline_s)
+        keys = [f"{prefix}/answer/{rank}" for rank in range(self.channel.world_size)]
+        missing = self.channel.wait_all(keys, self.deadline_s)
         if missing:
             raise DeadlineExceeded(f"no answer from {', '.join(missing)} within {self.deadline_s:g} s")
-        answers = [msgspec.json.decode(self.watching.take(key), type=_Answer) for key in keys]
-        asked = self.watching.take(f"{prefix}/asked").decode()
+        answers = [msgspec.json.decode(self.channel.take(key), type=_Answer) for key in keys]
+        asked = self.channel.take(f"{prefix}/asked").decode()
         purpose: Purpose = "leave" if asked == "leave" or any(answer.leave for answer in answers) else "save"
         meeting = _Meeting(max(answer.step for answer in answers) + 1, purpose)
-        self.watching.post(f"{prefix}/set", msgspec.json.encode(meeting))
-        self.watching.forget(keys)
+        self.channel.post(f"{prefix}/set", msgspec.json.encode(meeting))
+        self.channel.forget(keys)

@@ -24,7 +24,8 @@ class Notice:
 
     received: str = ""
     """Name of the signal; empty until one came."""
-    _before: dict[signal.Signals, Any] = field(default_factory=dict)
+    # signal.signal prints its handler when it looks it up: a chain of handlers must not print each other.
+    _before: dict[signal.Signals, Any] = field(default_factory=dict, repr=False)
 
     def install(self) -> None:
         """Take over the signals. Handlers that were there are put back by `uninstall`."""

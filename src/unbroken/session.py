@@ -53,8 +53,6 @@ class Session:
 
     cluster: Cluster
     channel: Channel
-    """The training thread's connection."""
-    namespace: str
     store: LocalStore
     settings: Settings
     environment: dict[str, Any]
@@ -94,12 +92,12 @@ class Session:
         )
         generation = self.generation = msgspec.json.decode(encoded, type=Generation)
         self._writer = Writer(
-            self._new_channel(), self.store, generation.number, self.settings.write_deadline_s, self._finished
+            self.channel, self.store, generation.number, self.settings.write_deadline_s, self._finished
         )
         self._writer.start()
         if self.cluster.rank == 0:
             self._coordinator = Coordinator(
-                self._new_channel(),
+                self.channel,
                 self.store,
                 generation,
                 self.settings.keep,
@@ -108,7 +106,7 @@ class Session:
                 self.settings.write_deadline_s,
             )
             self._coordinator.start()
-        self.meetings = Meetings(self.channel, self._new_channel(), self.settings.deadline_s)
+        self.meetings = Meetings(self.channel, self.settings.deadline_s)
         self.meetings.start(step)
         return generation
 
@@ -252,9 +250,6 @@ class Session:
         except PeerFailed as error:
             log.debug("no farewell: %s", error)
 
-    def _new_channel(self) -> Channel:
-        return self.cluster.channel(self.namespace, self.stopped)
-
 
 def open_session(root: Path, settings: Settings, environment: dict[str, Any]) -> Session:
     """Connect this rank to the others and make sure that all see one writable run directory.
@@ -262,8 +257,7 @@ def open_session(root: Path, settings: Settings, environment: dict[str, Any]) ->
     Every rank must come. Raises UsageError, DirectoryProblem, DeadlineExceeded, PeerFailed.
     """
     cluster = connect(settings.deadline_s)
-    namespace = cluster.new_namespace()
     stopped = threading.Event()
-    channel = cluster.channel(namespace, stopped)
+    channel = cluster.channel(cluster.new_namespace(), stopped)
     store = agree_on_directory(channel, root, settings.deadline_s)
-    return Session(cluster, channel, namespace, store, settings, environment, stopped)
+    return Session(cluster, channel, store, settings, environment, stopped)
