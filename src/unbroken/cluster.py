@@ -90,15 +90,16 @@ class Channel:
     def wait_all(self, keys: Iterable[str], deadline_s: float) -> list[str]:
         """Wait until all `keys` are there; returns those still missing at the deadline (empty: all came)."""
         missing = list(keys)
-        end = time.monotonic() + deadline_s
-        pause = FIRST_PAUSE_S
+        begin = time.monotonic()
         while True:
             missing = [key for key in missing if not self.has(key)]
-            if not missing or time.monotonic() >= end:
+            waited = time.monotonic() - begin
+            if not missing or waited >= deadline_s:
                 return missing
-            if self.stopped.wait(min(pause, max(0.0, end - time.monotonic()))):
+            # A pause in proportion to the wait: what is quick is noticed at once, what is slow costs few looks.
+            pause = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, waited / 20), deadline_s - waited)
+            if self.stopped.wait(pause):
                 raise PeerFailed(f"rank {self.rank} stopped waiting: its control channel was closed")
-            pause = min(LONGEST_PAUSE_S, pause * 1.5)
 
     def forget(self, keys: Iterable[str]) -> None:
         """Drop keys that every rank has read, so that the store does not grow with the number of saves."""

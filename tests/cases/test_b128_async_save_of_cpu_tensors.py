@@ -36,7 +36,13 @@ def test_more_saves_than_buffers_wait_instead_of_overwriting(tmp_path):
     ckpt.restore()
     real = ckpt._session.store.create
     paces = threading.Semaphore(0)
-    ckpt._session.store.create = lambda name, data: (paces.acquire(timeout=30), real(name, data))
+
+    def paced(name, data):
+        if name.endswith(".safetensors"):
+            assert paces.acquire(timeout=30)
+        real(name, data)
+
+    ckpt._session.store.create = paced
     pacing = threading.Thread(target=lambda: [paces.release() for _ in range(8)])
     for step in range(1, 9):
         weight.fill_(step)

@@ -19,7 +19,7 @@ import unbroken
 from toy import make_job, train
 
 MODULE = "cases.test_b145_signal_in_backward"
-STEPS = 120
+STEPS = 240
 
 
 def test_fifty_signals_at_random_moments_change_nothing(tmp_path):
