@@ -84,6 +84,8 @@ def test_a_fault_kills_what_it_says(family, kind, victim, dead):
     for rank, node in ((0, 0), (1, 1), (2, 1)):
         family.start(**{"RANK": str(rank), NODE: str(node)})
     assert strike(Fault(kind, victim, 0, 0.0), [LoopbackNode(index, family.marker) for index in (0, 1)], family.marker)
+    for rank in dead:
+        assert family.processes[rank].wait(30) == -9  # the kernel needs a moment to end it
     living = {int(process.environment["RANK"]) for process in marked(family.marker)}
     assert living == {0, 1, 2} - dead
 
