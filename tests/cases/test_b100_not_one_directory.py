@@ -1,5 +1,4 @@
 """B100: nodes had disks of their own; the resumed job found half of the files, or loaded a mix with a loss spike.
-B103 (must): one rank got a checkpoint and the other None, and collectives paired wrongly far away.
 
 Right: all ranks agree that they see one directory before anything else happens. If they do not, every rank gets an
 error within seconds that says which rank sees what. Also B102 (ranks swapped nodes), B108 (paths that differ by one
@@ -48,22 +47,6 @@ def refused(ranks, paths, tmp_path):
         assert "give a directory that all nodes share" in result.text
     assert sorted(str(path) for path in tmp_path.rglob("step-*/*")) == before, "nothing on disk is lost"
     return results[0].text
-
-
-def test_b103_one_rank_sees_nothing(ranks, written, tmp_path):
-    (tmp_path / "empty").mkdir()
-    text = refused(ranks, [written, tmp_path / "empty"], tmp_path)
-    assert "rank 1" in text
-    assert f"uses {tmp_path}/empty, which holds no checkpoint" in text
-    assert "which holds checkpoints up to step 4" in text
-
-
-def test_b103_the_other_way_round_nothing_starts_anew(ranks, written, tmp_path):
-    (tmp_path / "empty").mkdir()
-    text = refused(ranks, [tmp_path / "empty", written], tmp_path)
-    assert "rank 1 on " in text
-    assert "up to step 4" in text
-    assert not list((tmp_path / "empty").glob("generations/*.json"))
 
 
 def test_b100_each_node_has_its_own_files_only(ranks, written, tmp_path):
