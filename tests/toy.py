@@ -52,7 +52,7 @@ class Job:
         """Digest over all parameters and buffers."""
         digest = hashlib.sha256()
         for name, value in sorted(self.model.state_dict().items()):
-            digest.update(name.encode() + value.numpy().tobytes())
+            digest.update(name.removeprefix("module.").encode() + value.numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -67,8 +67,12 @@ def make_model(width: int = 32) -> nn.Module:
     )
 
 
-def make_job(path: str | Path, rank: int, world_size: int, seed: int = 0, **options: Any) -> Job:
-    """Build everything anew, as a started process does. `seed` stands for what differs between processes."""
+def make_job(path: str | Path, rank: int, world_size: int, seed: int = 0, elastic: bool = False, **options: Any) -> Job:
+    """Build everything anew, as a started process does.
+
+    seed     stands for what differs between processes
+    elastic  a DistributedSampler on a single rank too, so that another world size can take over
+    """
     torch.manual_seed(seed + 100 * rank)
     np.random.seed(seed + rank)
     with torch.random.fork_rng():
@@ -79,7 +83,7 @@ def make_job(path: str | Path, rank: int, world_size: int, seed: int = 0, **opti
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
     dataset = Numbers()
-    sampler = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=3) if world_size > 1 else None
+    sampler = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=3) if world_size > 1 or elastic else None
     plain = DataLoader(dataset, BATCH, shuffle=sampler is None, sampler=sampler, drop_last=True)
     loader = unbroken.resumable(plain)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
