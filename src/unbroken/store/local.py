@@ -40,15 +40,11 @@ class LocalStore:
         """
         path = self._path(name)
         self._make_directory(path.parent)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            try:
-                _write_all(fd, memoryview(data))
-                # Invariant 1: the file's bytes are durable before anything refers to them.
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            _write_new(path, data)
             _sync_directory(path.parent)
+        except FileExistsError:
+            raise
         except BaseException:
             # A full disk is the usual reason: give back the space of the failed try.
             with contextlib.suppress(OSError):
@@ -61,14 +57,15 @@ class LocalStore:
         Raises FileExistsError if the name is taken; of several racing publishers exactly one succeeds.
         """
         path = self._path(name)
-        temporary = f"{Path(name).parent}/.tmp-{secrets.token_hex(8)}"
-        self.create(temporary, data)
+        self._make_directory(path.parent)
+        temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
         try:
-            _link_or_create(self._path(temporary), path, data)
+            _write_new(temporary, data)
+            _link_or_create(temporary, path, data)
             # Invariant 1: without this the name itself can be lost after we said "committed".
             _sync_directory(path.parent)
         finally:
-            self._path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     def read(self, name: str, most_bytes: int) -> bytes:
         """A small file's bytes. Raises ValueError if it is larger than `most_bytes` or no regular file."""
@@ -148,6 +145,17 @@ class LocalStore:
             _sync_directory(path.parent)
 
 
+def _write_new(path: Path, data: memoryview | bytes) -> None:
+    """Create a file whose bytes are durable; its name is not yet."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        _write_all(fd, memoryview(data))
+        # Invariant 1: the file's bytes are durable before anything refers to them.
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _write_all(fd: int, data: memoryview) -> None:
     while data:
         data = data[os.write(fd, data[:CHUNK_BYTES]) :]
@@ -170,12 +178,7 @@ def _link_or_create(temporary: Path, path: Path, data: bytes) -> None:
             raise
         # A file system without hard links. Exclusive creation still lets one publisher win; a cut record is
         # recognised by its digest and does not count as existing.
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            _write_all(fd, memoryview(data))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _write_new(path, data)
 
 
 def _sync_directory(path: Path) -> None:
