@@ -192,6 +192,29 @@ def test_a_replica_that_differs_is_named_and_every_rank_keeps_its_own(tmp_path, 
         assert torch.equal(restore(tmp_path, manifest, rank, 3)["model/bias"], expected)
 
 
+def test_replicas_that_drift_apart_later_are_found_and_then_kept_each(tmp_path, caplog):
+    """A schedule that follows each rank's own loss: equal at the first save, different afterwards."""
+
+    def drifting(rank, step):
+        captured = state(rank, step)
+        if rank == 1 and step >= 2:
+            captured.tensors["model/bias"].tensor[0] += 1
+        return captured
+
+    ranks = start(tmp_path, 3)
+    assert save_all(ranks, 1, make=drifting)[0].committed
+    outcomes = save_all(ranks, 2, make=drifting)
+    assert not any(outcome.committed for outcome in outcomes), "a mixture of ranks is no checkpoint"
+    assert "differ on rank(s) 1 since the save before" in outcomes[0].reason
+    [session.forget_plan() for session in ranks if outcomes[0].replan]
+    assert save_all(ranks, 3, make=drifting)[0].committed
+    close_all(ranks)
+    assert "model/bias on rank(s) 1" in caplog.text
+    for rank in range(3):
+        expected = drifting(rank, 3).tensors["model/bias"].tensor
+        assert torch.equal(restore(tmp_path, newest(tmp_path), rank, 3)["model/bias"], expected)
+
+
 def test_a_structure_that_changes_on_one_rank_only_fails_once_and_heals(tmp_path):
     def grown(rank, step):
         captured = state(rank, step)

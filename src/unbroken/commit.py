@@ -86,8 +86,8 @@ class Vote(msgspec.Struct):
     shared: dict[str, TensorRecord] = {}
     own: dict[str, TensorRecord] = {}
     values: dict[str, msgspec.Raw] = {}
-    plan: str = ""
-    """Digest of the `apart` list the rank planned with: all must have planned alike."""
+    agreed: str = ""
+    """Digest of what all ranks must have alike: the plan and the values of their replicas."""
     seconds: float = 0.0
 
 
@@ -236,8 +236,12 @@ class Coordinator:
         failed = [f"rank {rank}: {vote.error}" for rank, vote in enumerate(votes) if vote.error]
         if failed:
             raise SaveFailed(_shorten(failed))
-        if len({vote.plan for vote in votes}) > 1:
-            raise _StructureChanged("ranks divided the state in different ways; all plan anew at the next save")
+        odd = _minority([vote.agreed for vote in votes])
+        if odd:
+            raise _StructureChanged(
+                f"parameters or optimizer state that DDP keeps equal differ on rank(s) {_spell(odd)} since the save "
+                "before; the next save names them and keeps each rank's own (does a schedule follow a rank's own loss?)"
+            )
         return votes
 
     def _collect(self, save: SaveId, what: str, deadline_s: float) -> list[bytes]:
@@ -317,7 +321,7 @@ class Coordinator:
 
 
 class _StructureChanged(SaveFailed):
-    """Ranks planned differently."""
+    """Ranks do not have the same state to divide: all plan anew at the next save."""
 
 
 def compare_details(ranks: list[Details]) -> CommonPlan:

@@ -27,7 +27,7 @@ from unbroken.image.digest import digest_text
 from unbroken.manifest import Manifest
 from unbroken.meeting import Meetings
 from unbroken.policy import Keep
-from unbroken.snapshot import Plan, digest_tensor, plan_snapshot, structure_of, take
+from unbroken.snapshot import Plan, digest_replicas, plan_snapshot, structure_of, take
 from unbroken.state.captured import Captured
 from unbroken.store.local import LocalStore
 from unbroken.writer import Job, Writer
@@ -154,7 +154,8 @@ class Session:
             self._writer.arenas.put(arena)
             self._writer.submit(Job(save, None, str(failure)))
             return
-        self._writer.submit(Job(save, take(captured, plan, arena), apart=self._apart))
+        agreed = self._digest_agreement(captured)
+        self._writer.submit(Job(save, take(captured, plan, arena), agreed=agreed))
 
     def _plan_for(self, save: SaveId, captured: Captured) -> Plan:
         """The plan of this structure: the one we have, or a new one made together with all ranks."""
@@ -174,12 +175,21 @@ class Session:
         self._plan = plan_snapshot(captured, rank, world_size, frozenset(self._apart))
         return self._plan
 
+    def _digest_agreement(self, captured: Captured) -> str:
+        """Digest of what all ranks must agree on: how the state is divided, and what their replicas hold.
+
+        Taken at every save (invariant 8): replicas that were equal at the first one drift apart when a schedule
+        follows a rank's own loss, say, and a checkpoint made of parts of several ranks would be none of them.
+        """
+        if self.cluster.world_size == 1:
+            return ""
+        return digest_text(msgspec.json.encode([self._apart, digest_replicas(captured, frozenset(self._apart))]))
+
     def _common_plan(self, save: SaveId, captured: Captured) -> CommonPlan:
         """Compare replicated tensors with all ranks: what is not common, each holder stores apart (invariant 8)."""
         details = {
-            name: (str(live.tensor.dtype), list(live.tensor.shape), digest_tensor(live.tensor))
-            for name, live in sorted(captured.tensors.items())
-            if live.replicated
+            name: (str(captured.tensors[name].tensor.dtype), list(captured.tensors[name].tensor.shape), digest)
+            for name, digest in digest_replicas(captured, apart=()).items()
         }
         self._enter(save, Entered(replicas=digest_text(msgspec.json.encode(details)), changed=True))
         answer = self._read_plan(save, "plan")

@@ -133,7 +133,26 @@ def take(captured: Captured, plan: Plan, arena: Arena) -> Snapshot:
     return Snapshot(plan, arena, {name: msgspec.json.encode(value) for name, value in captured.values.items()})
 
 
-def digest_tensor(tensor: torch.Tensor) -> str:
-    """xxh3-64 of a tensor's values in row-major order, as 16 hex digits."""
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(flat.numpy().data)
+def digest_replicas(captured: Captured, apart: Collection[str]) -> dict[str, str]:
+    """A digest of the values of each replicated tensor that is not kept `apart`, by name, to compare between ranks.
+
+    Reads every such tensor. On the CPU xxh3 of the bytes; elsewhere a sum of their integers, taken on the device, so
+    that a replica is not copied to be compared: it finds values that drifted apart, not a permutation of them.
+    """
+    names = [name for name, live in sorted(captured.tensors.items()) if live.replicated and name not in apart]
+    digests = {}
+    sums: dict[str, torch.Tensor] = {}
+    for name in names:
+        tensor = captured.tensors[name].tensor
+        if tensor.device.type == "cpu":
+            digests[name] = xxhash.xxh3_64_hexdigest(_as_bytes(tensor).numpy().data)
+        else:
+            sums[name] = _as_bytes(tensor).sum(dtype=torch.int64)
+    # One transfer for all, not one for each.
+    totals = torch.stack([total.cpu() for total in sums.values()]).tolist() if sums else []
+    return {**digests, **{name: f"{total:x}" for name, total in zip(sums, totals, strict=True)}}
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in row-major order, as flat uint8."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-import xxhash
 
 from unbroken.cluster import CONNECT_S, Channel
 from unbroken.commit import Outcome, SaveId, Vote
@@ -41,8 +40,8 @@ class Job:
     """None if this rank could not take one."""
     error: str = ""
     """Why not."""
-    apart: tuple[str, ...] = ()
-    """What the plan kept apart; ranks that planned differently are found by it."""
+    agreed: str = ""
+    """Digest of what all ranks must have alike: the plan and the values of their replicas."""
 
 
 @dataclass(slots=True)
@@ -131,6 +130,6 @@ class Writer:
             shared=plan.shared,
             own=plan.own,
             values={key: msgspec.Raw(value) for key, value in job.snapshot.values.items()},
-            plan=xxhash.xxh3_64_hexdigest("\n".join(job.apart).encode()),
+            agreed=job.agreed,
             seconds=time.monotonic() - began,
         )
