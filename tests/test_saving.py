@@ -246,6 +246,18 @@ def test_what_only_one_rank_has_may_come_and_go(tmp_path):
     close_all(ranks)
 
 
+def test_a_module_that_is_registered_without_its_ddp_wrapper_is_told_once(tmp_path, caplog):
+    def bare(rank, step):
+        captured = Captured(values={"model": {"kind": "module"}})
+        captured.tensors["model/w"] = LiveTensor(torch.zeros(step), replicated=False)
+        return captured
+
+    ranks = start(tmp_path, 2)
+    assert [save_all(ranks, step, make=bare)[0].committed for step in (1, 2)] == [True, True]
+    close_all(ranks)
+    assert caplog.text.count("no registered module is a DistributedDataParallel: each of 2 ranks") == 1
+
+
 def test_details_tell_missing_and_differing_tensors_apart():
     same = ("float32", [2], "aa")
     plan = compare_details(

@@ -64,6 +64,7 @@ class Session:
     _coordinator: Coordinator | None = None
     meetings: Meetings | None = None
     _plan: Plan | None = None
+    _planned_once: bool = False
     _replicated: str = ""
     """Structure of the replicated tensors that the ranks agreed on."""
     _apart: tuple[str, ...] = ()
@@ -173,6 +174,9 @@ class Session:
             self._apart = tuple(self._common_plan(save, captured).apart)
             self._replicated = replicated
         self._plan = plan_snapshot(captured, rank, world_size, frozenset(self._apart))
+        if rank == 0 and world_size > 1 and not self._planned_once:
+            _warn_of_modules_without_ddp(captured, world_size)
+        self._planned_once = True
         return self._plan
 
     def _digest_agreement(self, captured: Captured) -> str:
@@ -259,6 +263,16 @@ class Session:
                 self.channel.wait_all([f"farewell/{rank}" for rank in ranks], FAREWELL_S)
         except PeerFailed as error:
             log.debug("no farewell: %s", error)
+
+
+def _warn_of_modules_without_ddp(captured: Captured, world_size: int) -> None:
+    modules = any(value.get("kind") == "module" for value in captured.values.values())
+    if modules and not any(live.replicated for live in captured.tensors.values()):
+        log.warning(
+            "no registered module is a DistributedDataParallel: each of %d ranks saves a copy of its own. If you wrap "
+            "the model, register the wrapped one: DDP's bucket layout is part of an exact resume",
+            world_size,
+        )
 
 
 def open_session(root: Path, settings: Settings, environment: dict[str, Any]) -> Session:
