@@ -103,9 +103,15 @@ def test_the_private_name_we_lean_on_exists():
 
 def test_lost_rank_0_is_an_error_not_a_wait():
     class Gone:
+        tries = 0
+
         def check(self, _keys):
+            self.tries += 1
             raise dist.DistNetworkError("Broken pipe")
 
     channel = Cluster(3, 4, Gone()).channel("test", threading.Event())
     with pytest.raises(PeerFailed, match="rank 3 lost the control channel"):
         channel.read("k", 60, "x")
+    with pytest.raises(PeerFailed, match="Broken pipe"):
+        channel.has("k")
+    assert channel.store.tries == 1, "a lost connection is not tried again"

@@ -63,6 +63,8 @@ class Channel:
     namespace: str
     stopped: threading.Event
     """Ends every wait of this channel, with PeerFailed."""
+    lost: str = ""
+    """Why rank 0 cannot be reached any more; empty while it can."""
 
     def post(self, key: str, value: bytes) -> None:
         """Make `value` visible to all ranks under `key`. Does not wait. Raises PeerFailed if rank 0 is gone."""
@@ -171,12 +173,16 @@ class Channel:
         return f"{self.namespace}/{key}"
 
     def _call(self, call: Callable[[], T]) -> T:
+        # A lost connection stays lost, and every further try makes torch print a page of C++ frames.
+        if self.lost:
+            raise PeerFailed(self.lost)
         try:
             return call()
         except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
-            raise PeerFailed(
+            self.lost = (
                 f"rank {self.rank} lost the control channel: rank 0 is gone or out of reach ({_first_line(error)})"
-            ) from error
+            )
+            raise PeerFailed(self.lost) from error
 
 
 @dataclass(slots=True)

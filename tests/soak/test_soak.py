@@ -51,3 +51,12 @@ def test_a_hundred_kills_change_nothing(tmp_path, example, nodes, nproc):
     )
     assert len(lost) >= KILLS_EACH
     assert_clean(report, every=5)
+
+
+@pytest.mark.slow
+def test_everything_at_once_on_four_ranks_is_not_changed(tmp_path):
+    command = Command((str(Path(__file__).with_name("everything.py")), OUT), 4)
+    report = prove(Settings(command, 1, ("rank", "all"), [1, 2, 3], 5, tmp_path, deadline_s=300.0))
+    for trial in report.trials:
+        assert trial.passed, f"{trial.difference or trial.problem}\n{trial.output}"
+    assert any(strike.restored for trial in report.trials for strike in trial.strikes)
