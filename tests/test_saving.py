@@ -19,6 +19,7 @@ from unbroken.manifest import MANIFEST, Manifest, decode
 from unbroken.policy import Keep
 from unbroken.reading import read_tensors
 from unbroken.session import Session, Settings
+from unbroken.snapshot import structure_of
 from unbroken.state.captured import Captured, LiveTensor
 from unbroken.store.local import LocalStore
 
@@ -154,6 +155,16 @@ def test_a_save_that_one_rank_did_not_enter_names_it_within_the_deadline(tmp_pat
     texts = {outcome.reason for outcome in outcomes}
     assert any("rank(s) 1 did not enter the save of step 5 within 0.3 s" in text for text in texts), texts
     assert not list(tmp_path.glob("step-5/manifest.json"))
+    on_all(ranks, lambda session: session.close(abandon=True))
+
+
+def test_a_save_that_rank_0_did_not_enter_ends_within_the_deadline(tmp_path):
+    """Rank 0 decides the outcome; without it the others waited for the write deadline, an hour."""
+    ranks = start(tmp_path, 3, deadline_s=0.3)
+    for session in ranks:
+        session._replicated = structure_of(state(0, 5), replicated_only=True)
+    outcomes = save_all(ranks[1:], 5)
+    assert {outcome.reason for outcome in outcomes} == {"rank 0 did not enter the save of step 5 within 0.3 s"}
     on_all(ranks, lambda session: session.close(abandon=True))
 
 
@@ -363,6 +374,17 @@ def test_leftovers_of_dead_generations_are_swept_and_the_living_ones_kept(tmp_pa
     assert not (tmp_path / "step-10/g0001-rank-00000-1.safetensors").exists()
     assert (tmp_path / "step-30/g0002-rank-00000.safetensors").exists()
     assert newest(tmp_path).step == 20
+
+
+def test_a_sweep_leaves_the_empty_directory_of_the_next_save_alone(tmp_path):
+    """A rank had just made step-6 when the sweep after step 5 removed it as empty; its file could not be created."""
+    ranks = start(tmp_path, 1, keep=Keep(last=1))
+    (tmp_path / "step-6").mkdir()
+    (tmp_path / "step-4").mkdir()
+    assert save_all(ranks, 5)[0].committed
+    assert (tmp_path / "step-6").is_dir()
+    close_all(ranks)
+    assert not (tmp_path / "step-4").exists(), "what a crash left behind is removed"
 
 
 def test_the_last_good_checkpoint_is_never_deleted(tmp_path):

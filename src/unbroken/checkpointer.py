@@ -224,7 +224,7 @@ class Checkpointer:
         return restored
 
     def _warn_of_differences(self, session: Session, manifest: Manifest, found: list[str]) -> None:
-        if manifest.world_size != session.cluster.world_size:
+        if manifest.world_size != session.cluster.world_size and session.cluster.rank == 0:
             found.insert(
                 0, f"it was saved by {manifest.world_size} ranks and is restored by {session.cluster.world_size}"
             )

@@ -32,9 +32,8 @@ def sweep(store: LocalStore, generation: Generation, keep: Keep) -> None:
     Call only after a commit of `generation`. Errors of single deletions are logged: the next sweep tries again.
     """
     ours: list[tuple[tuple[int, int], str]] = []
-    for directory in store.list(""):
-        if parse_step_directory(directory) is None:
-            continue
+    steps = [(place, name) for name in store.list("") if (place := parse_step_directory(name)) is not None]
+    for _, directory in steps:
         manifests = _manifests(store, directory)
         if manifests is None:
             continue  # a manifest we cannot read has a step we cannot know: never deleted
@@ -45,6 +44,10 @@ def sweep(store: LocalStore, generation: Generation, keep: Keep) -> None:
     ours.sort(reverse=True)
     for _, directory in ours[keep.last :]:
         _delete_checkpoint(store, directory)
+    for place, directory in steps:
+        # An empty directory after the newest checkpoint may be the one a rank has just made for the next save.
+        if ours and place < ours[0][0]:
+            store.delete_directory(directory)
 
 
 def _manifests(store: LocalStore, directory: str) -> list[Manifest] | None:
@@ -70,7 +73,6 @@ def _delete_leftovers(store: LocalStore, directory: str, manifests: list[Manifes
         # Only the coordinator publishes, and it is the one that sweeps: a temporary file is nobody's any more.
         if match[1] is None or int(match[1]) < current:
             _delete(store, f"{directory}/{name}")
-    store.delete_directory(directory)
 
 
 def _delete_checkpoint(store: LocalStore, directory: str) -> None:

@@ -93,7 +93,12 @@ class Session:
         )
         generation = self.generation = msgspec.json.decode(encoded, type=Generation)
         self._writer = Writer(
-            self.channel, self.store, generation.number, self.settings.write_deadline_s, self._finished
+            self.channel,
+            self.store,
+            generation.number,
+            self.settings.deadline_s,
+            self.settings.write_deadline_s,
+            self._finished,
         )
         self._writer.start()
         if self.cluster.rank == 0:

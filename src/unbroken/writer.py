@@ -19,7 +19,7 @@ import msgspec
 
 from unbroken.cluster import CONNECT_S, Channel
 from unbroken.commit import Outcome, SaveId, Vote
-from unbroken.errors import UnbrokenError
+from unbroken.errors import SaveFailed, UnbrokenError
 from unbroken.image.digest import block_bytes_for, digest_blocks
 from unbroken.image.image import Arena
 from unbroken.manifest import FileRecord
@@ -51,6 +51,8 @@ class Writer:
     channel: Channel
     store: LocalStore
     generation: int
+    deadline_s: float
+    """How long ranks may be apart when they enter a save."""
     write_deadline_s: float
     finished: Callable[[Outcome], None]
     """Called on the writer's thread with each outcome, in order."""
@@ -87,7 +89,8 @@ class Writer:
                 outcome = self._run(job)
             except Exception as error:
                 # Nothing may end this thread silently: the training thread learns of it as a failed save.
-                outcome = Outcome(job.save.step, job.save.micro_step, False, f"{type(error).__name__}: {error}")
+                reason = str(error) if isinstance(error, UnbrokenError) else f"{type(error).__name__}: {error}"
+                outcome = Outcome(job.save.step, job.save.micro_step, False, reason)
             finally:
                 if job.snapshot is not None:
                     self.arenas.put(job.snapshot.arena)
@@ -98,6 +101,9 @@ class Writer:
         path = f"{job.save.directory}/{name}"
         vote = self._write(job, name, path)
         self.channel.post(f"{job.save.phase}/vote/{self.channel.rank}", msgspec.json.encode(vote))
+        # Without rank 0 there is no coordinator, and no outcome would ever come.
+        if self.channel.wait_all([f"{job.save.phase}/entered/0"], self.deadline_s):
+            raise SaveFailed(f"rank 0 did not enter the save of {job.save} within {self.deadline_s:g} s")
         data = self.channel.read(
             f"{job.save.phase}/outcome",
             2 * self.write_deadline_s + CONNECT_S,

@@ -71,6 +71,21 @@ def test_a_failed_write_leaves_no_file(store, monkeypatch):
     assert store.list("step-1") == []
 
 
+def test_a_directory_that_vanishes_before_the_file_is_created_is_made_again(store, monkeypatch):
+    real, removed = os.open, []
+
+    def after_a_sweep(path, *rest):
+        if "step-1" in str(path) and not removed:
+            removed.append(True)
+            (store.root / "step-1").rmdir()
+        return real(path, *rest)
+
+    monkeypatch.setattr(os, "open", after_a_sweep)
+    store.create("step-1/file", b"data")
+    assert removed
+    assert store.read("step-1/file", 10) == b"data"
+
+
 @pytest.mark.parametrize(
     "name", ["../x", "a/../../x", "/etc/passwd", "", "a//b", "a/.hidden", "a/b\x00c", "~/x", "a/..", "a\nb"]
 )

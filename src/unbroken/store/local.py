@@ -20,6 +20,7 @@ from pathlib import Path
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*|\.(?:tmp|probe)-[A-Za-z0-9-]+")
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+DIRECTORY_ATTEMPTS = 5
 CHUNK_BYTES = 64 << 20
 """Most bytes given to one write or read call."""
 
@@ -39,9 +40,8 @@ class LocalStore:
         Raises FileExistsError if the name is taken. A failed write leaves no file.
         """
         path = self._path(name)
-        self._make_directory(path.parent)
         try:
-            _write_new(path, data)
+            self._write_in_directory(path, data)
             _sync_directory(path.parent)
         except FileExistsError:
             raise
@@ -57,10 +57,9 @@ class LocalStore:
         Raises FileExistsError if the name is taken; of several racing publishers exactly one succeeds.
         """
         path = self._path(name)
-        self._make_directory(path.parent)
         temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
         try:
-            _write_new(temporary, data)
+            self._write_in_directory(temporary, data)
             _link_or_create(temporary, path, data)
             # Invariant 1: without this the name itself can be lost after we said "committed".
             _sync_directory(path.parent)
@@ -139,10 +138,20 @@ class LocalStore:
         finally:
             os.close(fd)
 
-    def _make_directory(self, path: Path) -> None:
-        if not path.is_dir():
-            path.mkdir(parents=True, exist_ok=True)
-            _sync_directory(path.parent)
+    def _write_in_directory(self, path: Path, data: memoryview | bytes) -> None:
+        """Create a file whose bytes are durable, and its directory if need be.
+
+        A sweep may remove the directory, still empty, between the two: then both are done again.
+        """
+        for attempt in range(DIRECTORY_ATTEMPTS):
+            if not path.parent.is_dir():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _sync_directory(path.parent.parent)
+            try:
+                return _write_new(path, data)
+            except FileNotFoundError:
+                if attempt == DIRECTORY_ATTEMPTS - 1:
+                    raise
 
 
 def _write_new(path: Path, data: memoryview | bytes) -> None:
