@@ -136,11 +136,9 @@ restored = ckpt.restore()
 if restored and rank == 0:
     print(restored, flush=True)
 
-micro_step = 0
 while ckpt.global_step < args.steps:
     for x, y in loader:
-        micro_step += 1
-        accumulating = micro_step % accumulate != 0
+        accumulating = ckpt.micro_step + 1 < accumulate
         with model.no_sync() if distributed and accumulating else contextlib.nullcontext():
             loss = model(x.to(device), y.to(device)) / accumulate
             loss.backward()

@@ -1,17 +1,21 @@
 """The facade in one process: the headline promises, and what a new user does wrong."""
 
 import json
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import unbroken
 from toy import make_job, make_model, train
+from unbroken import generations
 from unbroken.directory import RUN_DIRECTORY
 from unbroken.errors import (
     DirectoryProblem,
@@ -26,6 +30,7 @@ from unbroken.errors import (
     UsageError,
 )
 from unbroken.ledger import VARIABLE
+from unbroken.store.local import LocalStore
 
 STEPS = 60
 
@@ -109,8 +114,10 @@ def test_partial_gradients_of_an_accumulation_window_are_restored(tmp_path):
     assert (tmp_path / "b/step-0.2/manifest.json").exists()
     first.ckpt.close()
     second = make_job(tmp_path / "b", 0, 1, seed=9)
-    assert second.ckpt.restore().step == 0
-    second.done = 2
+    restored = second.ckpt.restore()
+    assert str(restored).startswith("restored step 0 + 2 micro-steps from")
+    assert restored.micro_step == second.ckpt.micro_step == 2
+    second.done = second.ckpt.micro_step
     window(second, stop_inside=False)
     assert second.weights() == straight.weights()
     second.ckpt.close()
@@ -240,6 +247,36 @@ def test_when_nothing_is_whole_the_error_lists_each_and_nothing_starts_anew(tmp_
     assert not (tmp_path / "generations/0002.json").exists()
 
 
+@pytest.mark.parametrize("lost", ["cut", "deleted", "all deleted"])
+def test_a_lost_generation_record_costs_no_step_and_its_number_is_not_given_out_again(tmp_path, lost):
+    """Checkpoints of a generation without its record were passed over; a new start took the number a second time."""
+    run_to(tmp_path, 3)
+    for until in (6, 9):
+        job = make_job(tmp_path, 0, 1, seed=until, every=unbroken.Every(steps=1), keep=unbroken.Keep(last=2))
+        job.ckpt.restore()
+        train(job, until).ckpt.close()
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-8", "step-9"}, "all of generation 3"
+    for record in sorted((tmp_path / "generations").glob("*.json"))[0 if lost == "all deleted" else -1 :]:
+        record.write_bytes(record.read_bytes()[:50]) if lost == "cut" else record.unlink()
+    job = make_job(tmp_path, 0, 1, seed=4, every=unbroken.Every(steps=1))
+    restored = job.ckpt.restore()
+    assert (restored.step, restored.generation) == (9, 3)
+    assert "tells the lineage instead" in str(restored)
+    train(job, 11).ckpt.close()
+    assert list(tmp_path.glob("step-11/g0004-rank-00000.safetensors")), "the next number after all that were used"
+    assert make_job(tmp_path, 0, 1).ckpt.restore().step == 11
+
+
+def test_checkpoints_that_no_history_reaches_are_no_fresh_start(tmp_path):
+    run_to(tmp_path, 3)
+    generations.begin(LocalStore(tmp_path), None, 1)
+    (tmp_path / "generations/0001.json").unlink()
+    with pytest.raises(NoUsableCheckpoint, match="step-3 and what is older belong to an abandoned history"):
+        make_job(tmp_path, 0, 1).ckpt.restore()
+    with pytest.raises(HistoryExists, match="up to step 3"):
+        make_job(tmp_path, 0, 1).ckpt.save()
+
+
 def test_a_newer_format_is_not_taken_for_damage(tmp_path):
     run_to(tmp_path, 2)
     path = tmp_path / "step-2/manifest.json"
@@ -304,6 +341,62 @@ def test_wrong_paths_are_said(tmp_path):
         make_job("/proc/none", 0, 1).ckpt.restore()
     with pytest.raises(UsageError, match="object stores are not supported yet"):
         make_job("s3://bucket/run", 0, 1)
+
+
+def test_a_forgotten_step_is_said_at_the_end(tmp_path, caplog):
+    job = make_job(tmp_path, 0, 1, every=unbroken.Every(steps=2))
+    job.ckpt.restore()
+    job.ckpt.close()
+    assert "step() was never called" in caplog.text
+
+
+def test_a_plain_loader_is_refused_with_what_to_do(tmp_path):
+    with pytest.raises(UsageError, match=r"register unbroken\.resumable\(loader\)"):
+        unbroken.Checkpointer(tmp_path, {"loader": DataLoader([1, 2, 3])})
+
+
+def test_what_is_planted_in_the_way_of_a_save_costs_the_save_only(tmp_path):
+    """A link where the step's directory should be raised ValueError in the writer, and no vote was cast."""
+    job = make_job(tmp_path / "run", 0, 1, every=unbroken.Every(steps=1))
+    job.ckpt.restore()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run/step-1").symlink_to(tmp_path / "elsewhere")
+    train(job, 1)
+    with pytest.raises(SaveFailed, match="links inside a run directory are refused"):
+        job.ckpt.wait()
+    train(job, 2).ckpt.close()
+    assert (tmp_path / "run/step-2/manifest.json").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_forked_child_ends_on_sigterm_and_saves_nothing(tmp_path):
+    """A pool's workers inherited the handler, which only sets a flag: Pool.terminate() never returned."""
+    job = make_job(tmp_path, 0, 1)
+    job.ckpt.restore()
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=threading.Event().wait)
+    child.start()
+    child.terminate()
+    child.join(30)
+    assert child.exitcode == -signal.SIGTERM
+    ended = context.Process(target=sys.exit)
+    ended.start()
+    ended.join(30)
+    assert ended.exitcode == 0
+    job.ckpt.save()
+    job.ckpt.close()
+    assert (tmp_path / "step-0/manifest.json").exists()
+
+
+def test_a_script_whose_own_handler_is_replaced_is_told(tmp_path, caplog):
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        job = make_job(tmp_path, 0, 1)
+        job.ckpt.restore()
+        job.ckpt.close()
+        assert "own handler of SIGUSR1 is not called until close()" in caplog.text
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_wrong_arguments_are_said():

@@ -39,6 +39,22 @@ def test_an_error_on_one_rank_is_raised_on_all_and_names_it():
     assert str(results[2]) == "file x is cut"
 
 
+def test_a_failing_disk_or_a_mistake_on_one_rank_is_heard_on_all():
+    def act(channel):
+        def fail_on_one():
+            if channel.rank == 1:
+                raise PermissionError("not allowed")
+
+        return channel.agree("p", fail_on_one, 10)
+
+    results = on_all(channels(2), act)
+    assert [str(result) for result in results] == [
+        "rank 1: PermissionError: not allowed",
+        "PermissionError: not allowed",
+    ]
+    assert all(isinstance(result, errors.UnbrokenError) for result in results)
+
+
 def test_agreeing_returns_each_ranks_own_result():
     assert on_all(channels(3), lambda c: c.agree("p", lambda: c.rank * 2, 10)) == [0, 2, 4]
 

@@ -69,6 +69,17 @@ def test_a_single_process_meets_itself_at_once():
     assert meeting.now(4) == "leave"
 
 
+def test_stopping_ends_a_meeting_that_nobody_comes_to():
+    """close() at the end of a job waited for the deadline if a meeting had been asked for just before."""
+    alone = meetings(2, deadline_s=600)[0]
+    alone.start(0)
+    alone.ask("save")
+    while alone._answered is None:
+        alone._look.set()
+    alone.stop()
+    assert not alone._thread.is_alive()
+
+
 def test_a_rank_that_never_answers_is_an_error_within_the_deadline():
     alone = meetings(2, deadline_s=0.3)[0]
     alone.start(0)

@@ -164,7 +164,9 @@ def test_a_save_that_rank_0_did_not_enter_ends_within_the_deadline(tmp_path):
     for session in ranks:
         session._replicated = structure_of(state(0, 5), replicated_only=True)
     outcomes = save_all(ranks[1:], 5)
-    assert {outcome.reason for outcome in outcomes} == {"rank 0 did not enter the save of step 5 within 0.3 s"}
+    assert {outcome.reason for outcome in outcomes} == {
+        "rank 0 did not enter the save of step 5 within 0.3 s; do all ranks call step() and save() alike?"
+    }
     on_all(ranks, lambda session: session.close(abandon=True))
 
 

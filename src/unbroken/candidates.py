@@ -5,6 +5,8 @@ Needs no process group: the command line looks at a directory with the same eyes
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +17,8 @@ from unbroken.manifest import MANIFEST, MOST_BYTES, Manifest, TensorRecord, deco
 from unbroken.retention import MANIFEST_NAME
 from unbroken.state.captured import SavedTensor
 from unbroken.store.local import LocalStore
+
+_OF_GENERATION = re.compile(r"g(\d{4,})-rank-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +37,48 @@ class Candidate:
 
 
 def find_tip(store: LocalStore) -> tuple[Generation | None, list[str]]:
-    """The newest generation, whose lineage counts, and warnings about damaged records. Raises NewerFormat."""
+    """The newest generation, whose lineage counts, and warnings about records that are damaged or lost.
+
+    A manifest carries the number and the lineage of its generation: where a generation has one, it stands in for the
+    record, and damage to a record costs nothing. Raises NewerFormat.
+    """
     tip, damaged = read_newest(store)
+    witness = _newest_witness(store)
+    if witness is not None and (tip is None or witness.generation > tip.number):
+        tip = Generation(witness.generation, witness.lineage, witness.world_size, witness.saved_at, host="", pid=0)
+        lost = damaged or [f"the record of generation {tip.number} is missing"]
+        return tip, [f"{line}; its checkpoint of step {witness.step} tells the lineage instead" for line in lost]
     return tip, [f"{line}; its lineage is unknown, going by the generation before it" for line in damaged]
+
+
+def _newest_witness(store: LocalStore) -> Manifest | None:
+    """A whole manifest of the highest generation that has one."""
+    newest: Manifest | None = None
+    for directory in store.list(""):
+        place = parse_step_directory(directory)
+        for name in store.list(directory) if place is not None else []:
+            match = _OF_GENERATION.match(name)
+            if match and (newest is None or int(match[1]) > newest.generation):
+                newest = _whole_manifest_of(store, directory, int(match[1])) or newest
+    return newest
+
+
+def _whole_manifest_of(store: LocalStore, directory: str, generation: int) -> Manifest | None:
+    for name in filter(MANIFEST_NAME.fullmatch, store.list(directory)):
+        with contextlib.suppress(DamagedCheckpoint, OSError, ValueError, EOFError):
+            manifest = decode(store.read(f"{directory}/{name}", MOST_BYTES), f"{directory}/{name}")
+            if manifest.generation == generation:
+                return manifest
+    return None
+
+
+def first_manifest(store: LocalStore) -> str | None:
+    """The directory of the highest step with a manifest, whole or not, of any history; None if there is none."""
+    steps = sorted((place, name) for name in store.list("") if (place := parse_step_directory(name)) is not None)
+    for _, directory in reversed(steps):
+        if any(MANIFEST_NAME.fullmatch(name) for name in store.list(directory)):
+            return directory
+    return None
 
 
 def candidates(store: LocalStore, tip: Generation | None) -> Iterator[Candidate]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 import weakref
@@ -49,10 +50,13 @@ class Restored:
     """The checkpoint's directory."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that were passed over, each with its reason, newest first."""
+    micro_step: int = 0
+    """Micro-steps done inside the accumulation window that follows: `Checkpointer.micro_step`."""
 
     def __str__(self) -> str:
         passed_over = f" (passed over: {'; '.join(self.skipped)})" if self.skipped else ""
-        return f"restored step {self.step} from {self.source}{passed_over}"
+        inside = f" + {self.micro_step} micro-steps" if self.micro_step else ""
+        return f"restored step {self.step}{inside} from {self.source}{passed_over}"
 
 
 class Checkpointer:
@@ -95,6 +99,7 @@ class Checkpointer:
         self._state = State(state)
         self._state.watch()
         self._loaders = [loader for loader in state.values() if hasattr(loader, "drain_samples")]
+        self._every = every
         self._schedule = Schedule(every)
         self._settings = Settings(keep, deadline_s, write_deadline_s)
         self._on_error = on_error
@@ -106,6 +111,8 @@ class Checkpointer:
         self._micro_step = 0
         self._saves = Saves()
         self._captured_once = False
+        self._stepped = False
+        self._pid = os.getpid()
         self._closed = False
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -113,6 +120,14 @@ class Checkpointer:
     def global_step(self) -> int:
         """Optimizer steps done in the whole history of this run, restored ones included."""
         return self._global_step
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-steps done inside the accumulation window under way; 0 right after an optimizer step.
+
+        A loop that asks this instead of counting itself goes on in the middle of a window after a restore.
+        """
+        return self._micro_step
 
     def restore(self, *, strict: bool = True) -> Restored | None:
         """Restore the newest good checkpoint, the same one on all ranks; None on a fresh start.
@@ -158,6 +173,7 @@ class Checkpointer:
             return
         self._global_step += 1
         self._micro_step = 0
+        self._stepped = True
         self._keep_ledger(loss)
         self._hear_outcomes()
         if self._on_error == "raise" and self._saves.failure is not None:
@@ -191,6 +207,10 @@ class Checkpointer:
         if self._closed:
             return
         failure = self._finish_saves()
+        if self._every is not None and not self._stepped:
+            log.warning(
+                "step() was never called, so every=%s saved nothing; call it after each optimizer step", self._every
+            )
         self._end(abandon=False)
         if failure is not None and self._on_error == "raise":
             raise failure
@@ -218,7 +238,7 @@ class Checkpointer:
         self._global_step, self._micro_step = manifest.step, manifest.micro_step
         self._warn_of_differences(session, manifest, list(recovered.warnings))
         source = str(self._root / recovered.directory)
-        restored = Restored(manifest.step, manifest.generation, source, recovered.skipped)
+        restored = Restored(manifest.step, manifest.generation, source, recovered.skipped, manifest.micro_step)
         if session.cluster.rank == 0:
             log.info("%s", restored)
         return restored
@@ -342,8 +362,8 @@ class Checkpointer:
 def _close_at_exit(reference: weakref.ref[Checkpointer]) -> None:
     """A script that ends without `close()` still gets its last save; one that failed does not wait for its peers."""
     checkpointer = reference()
-    if checkpointer is None or checkpointer._closed:
-        return
+    if checkpointer is None or checkpointer._closed or checkpointer._pid != os.getpid():
+        return  # a forked child has the object, but not its threads, and the parent's saves are not its own
     if hasattr(sys, "last_value"):
         checkpointer._end(abandon=True)
     else:

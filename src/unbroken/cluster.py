@@ -254,9 +254,12 @@ def _connect_ranks(rank: int, world_size: int, deadline_s: float) -> Cluster:
         server.set("nonce", nonce)
         shared.set(key, json.dumps({"hosts": _own_addresses(), "port": server.port, "nonce": nonce}))
         return Cluster(0, world_size, server)
+    begin = time.monotonic()
     try:
         shared.wait([key], timedelta(seconds=deadline_s))
     except RuntimeError as error:
+        if time.monotonic() - begin < deadline_s:
+            raise PeerFailed(f"rank {rank} cannot reach the process group's store: {_first_line(error)}") from error
         raise DeadlineExceeded(
             f"rank {rank} waited {deadline_s:g} s for rank 0 to open the control channel; "
             "every rank must call restore() (or save)"
@@ -291,6 +294,11 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, UnbrokenError | None]:
         return act(), None
     except UnbrokenError as error:
         return None, error
+    except Exception as error:
+        # The other ranks wait for word of this one: they must hear of a failing disk, and of a mistake of ours, too.
+        wrapped = UnbrokenError(f"{type(error).__name__}: {error}")
+        wrapped.__cause__ = error
+        return None, wrapped
 
 
 def _error_message(error: UnbrokenError | None) -> Message:

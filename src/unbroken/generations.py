@@ -16,12 +16,13 @@ from datetime import UTC, datetime
 import msgspec
 
 from unbroken.errors import DamagedCheckpoint, UnbrokenError
-from unbroken.manifest import Manifest, Origin, seal, unseal
+from unbroken.manifest import Manifest, Origin, parse_step_directory, seal, unseal
 from unbroken.store.local import LocalStore
 
 DIRECTORY = "generations"
 MOST_BYTES = 16 << 20
 _NAME = re.compile(r"(\d{4,})\.json")
+_FILE = re.compile(r"g(\d{4,})-rank-")
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -85,7 +86,7 @@ def begin(store: LocalStore, restored: Manifest | None, world_size: int) -> Gene
     lineage: Sequence[Origin] = [restored.where, *restored.lineage] if restored else []
     while True:
         generation = Generation(
-            number=newest_number(store) + 1,
+            number=highest_seen(store) + 1,
             lineage=list(lineage),
             world_size=world_size,
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -97,6 +98,20 @@ def begin(store: LocalStore, restored: Manifest | None, world_size: int) -> Gene
         except FileExistsError:
             continue  # another start was faster; it has a lower number and will find itself fenced
         return generation
+
+
+def highest_seen(store: LocalStore) -> int:
+    """The highest generation number that anything in the directory bears: records, and files of checkpoints.
+
+    A record can be lost or damaged while its checkpoints stay; its number must not be given out again.
+    """
+    files = (
+        _FILE.match(name)
+        for directory in store.list("")
+        if parse_step_directory(directory) is not None
+        for name in store.list(directory)
+    )
+    return max([newest_number(store), *(int(match[1]) for match in files if match)])
 
 
 def _record_name(number: int) -> str:

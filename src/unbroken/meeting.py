@@ -68,6 +68,7 @@ class Meetings:
         """End the thread."""
         self._stopped = True
         self._look.set()
+        self.channel.stopped.set()
         if self._thread is not None:
             self._thread.join(self.deadline_s)
 

@@ -7,6 +7,7 @@ at the end of a step, and all ranks then agree on one step to save and leave at 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ class Notice:
     """Whether this process was told to leave. `install` and `uninstall` on the main thread."""
 
     received: str = ""
+    _pid: int = 0
     """Name of the signal; empty until one came."""
     # signal.signal prints its handler when it looks it up: a chain of handlers must not print each other.
     _before: dict[signal.Signals, Any] = field(default_factory=dict, repr=False)
@@ -32,8 +34,13 @@ class Notice:
         if threading.current_thread() is not threading.main_thread():
             log.warning("preemption notices are not handled: signals can only be taken over by the main thread")
             return
+        self._pid = os.getpid()
         for number in NOTICES:
-            self._before[number] = signal.signal(number, self._on_signal)
+            before = self._before[number] = signal.signal(number, self._on_signal)
+            if callable(before) and not isinstance(getattr(before, "__self__", None), Notice):
+                log.warning(
+                    "the script's own handler of %s is not called until close(): it means preemption", number.name
+                )
 
     def uninstall(self) -> None:
         """Give the signals back, unless somebody else has taken them over since."""
@@ -45,5 +52,11 @@ class Notice:
         self._before.clear()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A process forked from this one (a pool's worker) inherits the handler, and must end as it would have.
+            before = self._before.get(signal.Signals(number))
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         # Runs between any two bytecodes of the training loop: one assignment, no lock, no I/O.
         self.received = signal.Signals(number).name

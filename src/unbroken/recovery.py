@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from unbroken.candidates import Candidate, candidates, find_tip, saved_for, saved_tensors
+from unbroken.candidates import Candidate, candidates, find_tip, first_manifest, saved_for, saved_tensors
 from unbroken.cluster import Channel, Message
 from unbroken.errors import DamagedCheckpoint, NoUsableCheckpoint, StateMismatch, UnbrokenError
 from unbroken.manifest import MANIFEST, Manifest, decode
@@ -70,7 +70,10 @@ class _Search:
             if candidate.manifest is not None:
                 return msgspec.json.encode(_Announcement(candidate.directory, candidate.data, self.skipped))
             self.reject(candidate.directory, candidate.problem)
-        if self.skipped:
+        abandoned = first_manifest(self.store)
+        if abandoned is not None and not self.skipped:
+            self.skipped.append(f"{abandoned} and what is older belong to an abandoned history")
+        if abandoned is not None:
             raise NoUsableCheckpoint(
                 f"{self.place} holds checkpoints but none can be used: {_list(self.skipped)}. "
                 "To start over, give a new directory; nothing was changed"

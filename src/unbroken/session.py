@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from unbroken import generations
-from unbroken.candidates import candidates, find_tip
+from unbroken.candidates import first_manifest
 from unbroken.cluster import Channel, Cluster, connect
 from unbroken.commit import CommonPlan, Coordinator, Details, Entered, Outcome, SaveId
 from unbroken.directory import agree_on_directory
-from unbroken.errors import HistoryExists, PeerFailed, SaveFailed, UnbrokenError
+from unbroken.errors import DirectoryProblem, HistoryExists, PeerFailed, SaveFailed, UnbrokenError
 from unbroken.generations import Generation
 from unbroken.image.digest import digest_text
 from unbroken.manifest import Manifest
@@ -30,7 +30,7 @@ from unbroken.policy import Keep
 from unbroken.snapshot import Plan, digest_replicas, plan_snapshot, structure_of, take
 from unbroken.state.captured import Captured
 from unbroken.store.local import LocalStore
-from unbroken.writer import Job, Writer
+from unbroken.writer import Job, Writer, not_entered_by_rank_0
 
 log = logging.getLogger(__name__)
 
@@ -77,12 +77,11 @@ class Session:
         self.begin(None, step)
 
     def _require_empty(self) -> bytes:
-        tip, _ = find_tip(self.store)
-        newest = next(candidates(self.store, tip), None)
+        newest = first_manifest(self.store)
         if newest is not None:
             raise HistoryExists(
-                f"{self.store.root} holds checkpoints up to step {newest.step}, but this job did not call restore(): "
-                "call it before training to go on from them, or give a new directory to start over"
+                f"{self.store.root} holds checkpoints up to {newest.replace('-', ' ')}, but this job did not call "
+                "restore(): call it before training to go on from them, or give a new directory to start over"
             )
         return b""
 
@@ -112,7 +111,9 @@ class Session:
                 self.settings.write_deadline_s,
             )
             self._coordinator.start()
-        self.meetings = Meetings(self.channel, self.settings.deadline_s)
+        # A channel of its own: closing ends a meeting that nobody will come to, but not a save in flight.
+        meeting_place = self.cluster.channel(self.channel.namespace, threading.Event())
+        self.meetings = Meetings(meeting_place, self.settings.deadline_s)
         self.meetings.start(step)
         return generation
 
@@ -134,7 +135,10 @@ class Session:
         try:
             return msgspec.json.encode(generations.begin(self.store, restored, self.cluster.world_size))
         except OSError as error:
-            raise SaveFailed(f"cannot write to {self.store.root}/{generations.DIRECTORY}: {error}") from error
+            raise DirectoryProblem(
+                f"cannot write to {self.store.root}/{generations.DIRECTORY}: {error.strerror or error}; "
+                "make it writable, make room, or give another path"
+            ) from error
 
     def save(self, save: SaveId, captured: Captured | None, error: str = "") -> None:
         """Snapshot `captured` and let the threads do the rest. Returns when the live state may change again.
@@ -216,6 +220,8 @@ class Session:
         return answer
 
     def _read_plan(self, save: SaveId, what: str) -> CommonPlan:
+        if self.channel.wait_all([f"{save.phase}/entered/0"], self.settings.deadline_s):
+            raise SaveFailed(not_entered_by_rank_0(save, self.settings.deadline_s))
         # The coordinator waits deadline_s for the slowest rank before it can answer the others.
         data = self.channel.read(
             f"{save.phase}/{what}", 2 * self.settings.deadline_s, f"the other ranks to enter the save of {save}"

@@ -44,6 +44,13 @@ class Job:
     """Digest of what all ranks must have alike: the plan and the values of their replicas."""
 
 
+def not_entered_by_rank_0(save: SaveId, deadline_s: float) -> str:
+    """What other ranks say when they are alone with a save: rank 0 says itself which of them did not come."""
+    return (
+        f"rank 0 did not enter the save of {save} within {deadline_s:g} s; do all ranks call step() and save() alike?"
+    )
+
+
 @dataclass(slots=True)
 class Writer:
     """One rank's writing thread. `submit` and `take_arena` are for the training thread."""
@@ -103,7 +110,7 @@ class Writer:
         self.channel.post(f"{job.save.phase}/vote/{self.channel.rank}", msgspec.json.encode(vote))
         # Without rank 0 there is no coordinator, and no outcome would ever come.
         if self.channel.wait_all([f"{job.save.phase}/entered/0"], self.deadline_s):
-            raise SaveFailed(f"rank 0 did not enter the save of {job.save} within {self.deadline_s:g} s")
+            raise SaveFailed(not_entered_by_rank_0(job.save, self.deadline_s))
         data = self.channel.read(
             f"{job.save.phase}/outcome",
             2 * self.write_deadline_s + CONNECT_S,
@@ -129,7 +136,7 @@ class Writer:
                 blocks = "".join(digest_blocks(content, block_bytes))
                 self.store.create(path, content)
                 file = FileRecord(name, len(content), block_bytes, blocks)
-        except (OSError, UnbrokenError) as error:
+        except Exception as error:  # without a vote all ranks would wait for this one until the write deadline
             return Vote(error=f"cannot write {path}: {error}")
         return Vote(
             file=file,

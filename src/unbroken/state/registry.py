@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from unbroken.errors import UsageError
 from unbroken.state import buckets, foreign_optimizers, gradients, modules, objects, optimizers, rng
@@ -197,11 +198,11 @@ def _check_object(name: str, value: object) -> None:
         rng.read_generator(value)
     elif not (isinstance(value, (nn.Module, Optimizer)) or objects.is_stateful(value)):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        hint = (
-            "register each of its parts under a name"
-            if isinstance(value, (list, tuple, dict))
-            else ("give it state_dict() and load_state_dict()")
-        )
+        hint = "give it state_dict() and load_state_dict()"
+        if isinstance(value, (list, tuple, dict)):
+            hint = "register each of its parts under a name"
+        elif isinstance(value, DataLoader):
+            hint = "register unbroken.resumable(loader), and iterate that"
         raise UsageError(f"{name} is a {kind}, whose state unbroken cannot know: {hint}")
 
 
