@@ -370,3 +370,12 @@ def test_what_cannot_be_resumed_is_refused() -> None:
         resumable(SelfMade(DATA))
     with pytest.raises(UsageError, match="takes a torch DataLoader, not list"):
         resumable([1, 2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"position": -1}, {"epoch": -3}, {"seed": "x"}, {"epoch": None}, {"position": 1.5}])
+def test_a_state_that_no_loader_gives_is_refused_and_changes_nothing(change):
+    loader = resumable(DataLoader(list(range(8)), 2), seed=3)
+    before = loader.state_dict()
+    with pytest.raises(StateMismatch, match="whole numbers"):
+        loader.load_state_dict({**before, **change})
+    assert loader.state_dict() == before

@@ -138,6 +138,9 @@ class ResumableLoader:
                 f"this is no state of a resumable loader over {'an iterable' if kind == 'iterable' else 'a map-style'} "
                 f"data set (format {state.get('format')!r}, kind {state.get('kind')!r}); load what state_dict() gave"
             )
+        place: list[Any] = [state.get(name) for name in ("seed", "epoch", "position")]
+        if not all(type(number) is int for number in place) or min(place[1:]) < 0:
+            raise StateMismatch(f"seed, epoch and position of a loader's state are whole numbers, not {place}")
         taken = copy.deepcopy(dict(state))
         warnings = self._feed.adopt(taken)
         for warning in warnings if self._feed.rank() == 0 else []:
