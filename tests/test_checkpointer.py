@@ -343,6 +343,33 @@ def test_wrong_paths_are_said(tmp_path):
         make_job("s3://bucket/run", 0, 1)
 
 
+def test_a_small_save_is_durable_before_the_next_step_counts(tmp_path, monkeypatch):
+    """A kill cost the steps since the last save and one more, which ended while that save was being written."""
+    job = make_job(tmp_path, 0, 1, every=unbroken.Every(steps=5))
+    job.ckpt.restore()
+    for step in range(1, 31):
+        job.ckpt.step()
+        if step % 5 == 1 and step > 1:
+            assert (tmp_path / f"step-{step - 1}/manifest.json").exists()
+    job.ckpt.close()
+
+
+def test_a_large_save_is_never_waited_for_by_the_next_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("unbroken.session.SMALL_BYTES", 10)
+    job = make_job(tmp_path, 0, 1, every=unbroken.Every(steps=5))
+    job.ckpt.restore()
+    go_on = threading.Event()
+    real = job.ckpt._session.store.create
+    monkeypatch.setattr("unbroken.session.SMALL_WAIT_S", 600)
+    job.ckpt._session.store.create = lambda name, data: (go_on.wait(30), real(name, data))
+    for _ in range(8):
+        job.ckpt.step()
+    assert not (tmp_path / "step-5/manifest.json").exists()
+    go_on.set()
+    job.ckpt.close()
+    assert (tmp_path / "step-5/manifest.json").exists()
+
+
 def test_a_forgotten_step_is_said_at_the_end(tmp_path, caplog):
     job = make_job(tmp_path, 0, 1, every=unbroken.Every(steps=2))
     job.ckpt.restore()
@@ -374,8 +401,10 @@ def test_a_forked_child_ends_on_sigterm_and_saves_nothing(tmp_path):
     job = make_job(tmp_path, 0, 1)
     job.ckpt.restore()
     context = multiprocessing.get_context("fork")
-    child = context.Process(target=threading.Event().wait)
+    ready = context.Event()
+    child = context.Process(target=lambda: (ready.set(), threading.Event().wait()))
     child.start()
+    assert ready.wait(30)  # Python drops signals that come while it forks
     child.terminate()
     child.join(30)
     assert child.exitcode == -signal.SIGTERM

@@ -34,6 +34,9 @@ from unbroken.writer import Job, Writer, not_entered_by_rank_0
 
 log = logging.getLogger(__name__)
 
+SMALL_BYTES = 64 << 20
+"""Up to this size a rank's part is written within about a step, and the next step waits for it."""
+SMALL_WAIT_S = 1.0
 FAREWELL_S = 10.0
 """How long rank 0 keeps the control channel open at the end for ranks that still read an outcome from it."""
 
@@ -69,6 +72,8 @@ class Session:
     """Structure of the replicated tensors that the ranks agreed on."""
     _apart: tuple[str, ...] = ()
     _in_flight: int = 0
+    _newest_bytes: int = 0
+    """Of this rank's part of the newest save."""
     _progress: threading.Condition = field(default_factory=threading.Condition)
 
     def begin_fresh(self, step: int) -> None:
@@ -164,6 +169,7 @@ class Session:
             self._writer.arenas.put(arena)
             self._writer.submit(Job(save, None, str(failure)))
             return
+        self._newest_bytes = plan.layout.size
         agreed = self._digest_agreement(captured)
         self._writer.submit(Job(save, take(captured, plan, arena), agreed=agreed))
 
@@ -237,6 +243,16 @@ class Session:
             self.outcomes.append(outcome)
             self._in_flight -= 1
             self._progress.notify_all()
+
+    def let_small_save_finish(self) -> None:
+        """Wait for saves in flight if the newest is small, but no longer than SMALL_WAIT_S.
+
+        Called before a step counts: then a kill costs at most the steps between two saves, not those done while the
+        newest was being written as well. Costs nothing when nothing is in flight, and large saves are never waited for.
+        """
+        if self._in_flight and self._newest_bytes <= SMALL_BYTES:
+            with self._progress:
+                self._progress.wait_for(lambda: self._in_flight == 0, SMALL_WAIT_S)
 
     def forget_plan(self) -> None:
         """Plan anew, together with all ranks, at the next save."""
