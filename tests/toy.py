@@ -106,3 +106,11 @@ def train(job: Job, until: int, before: dict[int, Callable[[], object]] | None =
             if job.ckpt.global_step >= until:
                 break
     return job
+
+
+def run_to(path: str | Path, until: int, **options: Any) -> Job:
+    """A job that saves at every step, from where the directory is up to `until`, and closes."""
+    job = make_job(path, 0, 1, every=unbroken.Every(steps=1), **options)
+    job.ckpt.restore()
+    train(job, until).ckpt.close()
+    return job
