@@ -2,7 +2,7 @@
 
 Right: the error is told on all ranks, the older checkpoint is untouched and chosen, and the space of the failed try is
 given back. On a real small file system (a tmpfs of 4 MB); where that cannot be mounted, with a limit on file sizes,
-which test_checkpointer.py has for everybody.
+which test_new_user.py has for everybody.
 """
 
 from __future__ import annotations
