@@ -4,8 +4,9 @@
 that. Everything since may or may not have reached the disk:
 
 - *Contents.* `fsync(file)` makes the bytes of the file durable, not its name. What was written since survives as any
-  prefix, cut at any byte; or with its full size but zeros or foreign bytes in any of its blocks of 4096 bytes
-  (the size reached the disk, the data did not); or not at all, so that a new file is empty.
+  prefix, cut at any byte; or not at all, so that a new file is empty; or with its full size, but in any of its blocks
+  of 4096 bytes the old bytes and, where there were none, zeros or foreign bytes (the size reached the disk, the
+  data did not).
 - *Names.* `fsync(directory)` makes the names in that directory durable, not the directory's own name, and not the
   contents of its files. Each name by itself is what it was at the last fsync or what any later call made of it: so
   creations, links, removals and new directories survive in any subset, whatever their order was, and also when the
@@ -141,16 +142,15 @@ class FileSystem:
         """All that may be found after a crash now; the same tree may come more than once.
 
         cuts   where unsynced contents are cut, in all combinations with everything else
-        every  more places, tried for one file at a time while the other files are cut at `cuts`
+        every  more places, tried for one file at a time while the other files are lost or whole
         """
         yield from self._crashes(ROOT, "", cuts)
-        for inode in self.files if every is not None else ():
-            assert every is not None
-            if self.files[inode].changes:
-                finely = {**self.files}
-                for contents in dict.fromkeys(survivors(self.files[inode], every)):
-                    finely[inode] = File(contents)
-                    yield from FileSystem(finely, self.directories)._crashes(ROOT, "", cuts)
+        if every is None:
+            return
+        for inode, file in self.files.items():
+            for contents in dict.fromkeys(survivors(file, every)) if file.changes else ():
+                alone = FileSystem({**self.files, inode: File(contents)}, self.directories)
+                yield from alone._crashes(ROOT, "", lambda size: [size])
 
     def _crashes(self, inode: int, prefix: str, cuts: Cuts) -> Iterator[Tree]:
         for names in _surviving_names(self.directories[inode]):
@@ -221,7 +221,7 @@ def survivors(file: File, cuts: Cuts) -> Iterator[bytes]:
 
 
 def _lost_blocks(before: bytes, after: bytes) -> Iterator[bytes]:
-    """The size of the new contents, but zeros or foreign bytes in some of the blocks that changed."""
+    """The size of the new contents; in some of the blocks that changed the old bytes, then zeros or foreign ones."""
     blocks = [
         begin for begin in range(0, len(after), BLOCK) if before[begin : begin + BLOCK] != after[begin : begin + BLOCK]
     ]
@@ -231,7 +231,8 @@ def _lost_blocks(before: bytes, after: bytes) -> Iterator[bytes]:
             content = bytearray(after)
             for begin in lost:
                 end = min(begin + BLOCK, len(after))
-                content[begin:end] = foreign * (end - begin)
+                old = before[begin:end]
+                content[begin:end] = old + foreign * (end - begin - len(old))
             yield bytes(content)
 
 
@@ -243,9 +244,7 @@ def _surviving_names(names: Names) -> Iterator[dict[str, int]]:
     """Every set of names a directory may be left with, and where they lead."""
     for chosen in itertools.product(*(range(len(versions)) for versions in names.values())):
         if _renames_are_whole(names, chosen):
-            found = {
-                name: versions[index].inode for (name, versions), index in zip(names.items(), chosen, strict=True)
-            }
+            found = {name: versions[index].inode for (name, versions), index in zip(names.items(), chosen, strict=True)}
             yield {name: inode for name, inode in found.items() if inode is not None}
 
 
@@ -263,5 +262,6 @@ def _written(content: bytes, changes: tuple[Change, ...] | list[Change]) -> byte
         if change.data is None:
             content = content[: change.offset].ljust(change.offset, b"\0")
         else:
-            content = content[: change.offset].ljust(change.offset, b"\0") + change.data + content[change.offset + len(change.data) :]
+            end = change.offset + len(change.data)
+            content = content[: change.offset].ljust(change.offset, b"\0") + change.data + content[end:]
     return content

@@ -14,7 +14,7 @@ from crash.lives import RUN, Live, start, state_of
 from unbroken import generations
 from unbroken.candidates import candidates, find_tip, saved_for, saved_tensors
 from unbroken.errors import UnbrokenError
-from unbroken.manifest import MANIFEST, Manifest, parse_step_directory
+from unbroken.manifest import Manifest, decode, parse_step_directory
 from unbroken.policy import Keep
 from unbroken.reading import read_tensors
 from unbroken.retention import MANIFEST_NAME
@@ -27,8 +27,8 @@ class Judge:
 
     base: Path
     world_size: int
-    tidy: bool = True
-    """Whether leftovers must be gone after the next save."""
+    atomic: bool = True
+    """False where the file system has no hard links: then a record may be found cut, and is passed over."""
     judged: dict[object, str] = field(default_factory=dict)
     went_on: dict[object, str] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class Judge:
     def _verdict(self, tree: Tree, promised: int | None, at_least: int) -> str:
         write(tree, self.base)
         root = self.base / RUN
-        problem, found = examine(root, self.world_size)
+        problem, found = examine(root, self.world_size, self.atomic)
         if problem:
             return problem
         if promised is not None and (not found or found[0] < promised):
@@ -56,7 +56,7 @@ class Judge:
         # What lies in files that no manifest names cannot matter for what comes next: only their names do.
         names = frozenset((path, data if path.endswith(".json") else None) for path, data in tree.items())
         if names not in self.went_on:
-            self.went_on[names] = go_on(root, self.world_size, found[0] if found else None, self.tidy)
+            self.went_on[names] = go_on(root, self.world_size, found[0] if found else None, self.atomic)
         return self.went_on[names]
 
 
@@ -73,12 +73,10 @@ def write(tree: Tree, base: Path) -> None:
 
 def read(base: Path) -> Tree:
     """What `base` holds."""
-    return {
-        path.relative_to(base).as_posix(): None if path.is_dir() else path.read_bytes() for path in base.rglob("*")
-    }
+    return {path.relative_to(base).as_posix(): None if path.is_dir() else path.read_bytes() for path in base.rglob("*")}
 
 
-def examine(root: Path, world_size: int) -> tuple[str, list[int]]:
+def examine(root: Path, world_size: int, atomic: bool = True) -> tuple[str, list[int]]:
     """Whether every checkpoint that a restart would consider is whole and equal to what was saved; their steps."""
     store = LocalStore(root)
     try:
@@ -86,15 +84,17 @@ def examine(root: Path, world_size: int) -> tuple[str, list[int]]:
         found = list(candidates(store, tip))
     except UnbrokenError as error:
         return f"the directory cannot be read: {error}", []
-    if damaged:
+    if damaged and atomic:
         return f"a record is damaged: {damaged[0]}", []
     for candidate in found:
         if candidate.manifest is None:
-            return f"{candidate.directory} is damaged: {candidate.problem}", []
+            if atomic:
+                return f"{candidate.directory} is damaged: {candidate.problem}", []
+            continue
         problem = _compare(store, candidate.directory, candidate.manifest, world_size)
         if problem:
             return problem, []
-    return "", [candidate.step for candidate in found]
+    return "", [candidate.step for candidate in found if candidate.manifest is not None]
 
 
 def _compare(store: LocalStore, directory: str, manifest: Manifest, world_size: int) -> str:
@@ -116,7 +116,7 @@ def _compare(store: LocalStore, directory: str, manifest: Manifest, world_size: 
     return ""
 
 
-def go_on(root: Path, world_size: int, newest: int | None, tidy: bool) -> str:
+def go_on(root: Path, world_size: int, newest: int | None, atomic: bool = True) -> str:
     """Restart in the directory, save the next step, and restart once more: what goes wrong, if anything."""
     taken = generations.highest_seen(LocalStore(root))
     following = (newest or 0) + 1
@@ -138,10 +138,10 @@ def go_on(root: Path, world_size: int, newest: int | None, tidy: bool) -> str:
         return f"generation {number} was given out again"
     if not outcome.committed:
         return f"the next save fails: {outcome.reason}"
-    problem, found = examine(root, world_size)
+    problem, found = examine(root, world_size, atomic)
     if problem or found[:1] != [following]:
         return f"after the next save: {problem or f'steps {found} are there'}"
-    return leftovers(root) if tidy else ""
+    return leftovers(root) if atomic else ""
 
 
 def leftovers(root: Path) -> str:
@@ -157,12 +157,10 @@ def leftovers(root: Path) -> str:
         used = set(filter(MANIFEST_NAME.fullmatch, names))
         for name in [*used]:
             used |= _files_of(root / directory / name)
-        if set(names) - used or MANIFEST not in used:
-            return f"{directory} holds {sorted(set(names) - used) or 'no manifest'}, which nobody needs"
+        if set(names) - used or not used:
+            return f"{directory} holds {sorted(set(names) - used) or 'nothing'}, which nobody needs"
     return ""
 
 
 def _files_of(path: Path) -> set[str]:
-    from unbroken.manifest import decode
-
     return {file.name for file in decode(path.read_bytes(), path.name).files}

@@ -61,17 +61,20 @@ def steps_of(trace: Sequence[Event]) -> list[Step]:
     return steps
 
 
-def in_order(trace: Sequence[Event], since: int, start: Moment) -> Iterator[Moment]:
-    """The moments of a trace as it happened, from `since` events on; `start` is the moment before its first event."""
+def in_order(trace: Sequence[Event], since: int, start: Moment, first: int = 1) -> Iterator[Moment]:
+    """The moments of a trace as it happened, from `since` events on; `start` is the moment before its first event.
+
+    first  number of the first event; above all numbers that `start` has seen
+    """
     system, promised = start.system.copy(), start.promised
     if since == 0:
         yield Moment(system.copy(), promised)
-    for number, event in enumerate(trace, 1):
+    for number, event in enumerate(trace, first):
         if isinstance(event.what, Call):
             system.apply(event.what, number)
         elif isinstance(event.what, Promise):
             promised = max(promised or 0, event.what.step)
-        if number >= since and isinstance(event.what, (Call, Promise, Quiet)):
+        if number - first + 1 >= since and isinstance(event.what, (Call, Promise, Quiet)):
             yield Moment(system.copy(), promised)
 
 
