@@ -15,14 +15,14 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from unbroken.errors import DamagedCheckpoint, UnbrokenError
-from unbroken.manifest import Manifest, Origin, parse_step_directory, seal, unseal
+from unbroken.errors import DamagedCheckpoint, DirectoryProblem, UnbrokenError
+from unbroken.manifest import MOST_GENERATION, Manifest, Origin, check_lineage, parse_step_directory, seal, unseal
 from unbroken.store.local import LocalStore
 
 DIRECTORY = "generations"
 MOST_BYTES = 16 << 20
-_NAME = re.compile(r"(\d{4,})\.json")
-_FILE = re.compile(r"g(\d{4,})-rank-")
+_NAME = re.compile(r"([0-9]{4,9})\.json")
+_FILE = re.compile(r"g([0-9]{4,9})-rank-")
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -72,9 +72,10 @@ def read(store: LocalStore, number: int) -> Generation:
     name = _record_name(number)
     try:
         generation = msgspec.json.decode(unseal(store.read(name, MOST_BYTES), name), type=Generation)
+        check_lineage(generation.number, generation.lineage)
     except UnbrokenError:
         raise
-    except (OSError, ValueError, EOFError) as error:  # msgspec's errors are ValueErrors
+    except (OSError, ValueError, EOFError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise DamagedCheckpoint(f"{name} cannot be read: {error}") from error
     if generation.number != number:
         raise DamagedCheckpoint(f"{name} says it is generation {generation.number}")
@@ -85,8 +86,11 @@ def begin(store: LocalStore, restored: Manifest | None, world_size: int) -> Gene
     """Create the next generation. Durable when this returns. Raises OSError if the directory cannot be written."""
     lineage: Sequence[Origin] = [restored.where, *restored.lineage] if restored else []
     while True:
+        number = highest_seen(store) + 1
+        if number > MOST_GENERATION:
+            raise DirectoryProblem(f"{store.root} holds generation {number - 1}, which no job has begun: remove it")
         generation = Generation(
-            number=highest_seen(store) + 1,
+            number=number,
             lineage=list(lineage),
             world_size=world_size,
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -22,8 +22,8 @@ from unbroken.store.local import LocalStore
 
 log = logging.getLogger(__name__)
 
-MANIFEST_NAME = re.compile(r"manifest(?:\.g\d{4,})?\.json")
-_OUR_FILE = re.compile(r"g(\d{4,})-rank-\d{5,}(?:-\d+)?\.safetensors|\.tmp-[0-9a-f]+")
+MANIFEST_NAME = re.compile(r"manifest(?:\.g([0-9]{4,9}))?\.json")
+_OUR_FILE = re.compile(r"g([0-9]{4,9})-rank-[0-9]{5,}(?:-[0-9]+)?\.safetensors|\.tmp-[0-9a-f]+")
 
 
 def sweep(store: LocalStore, generation: Generation, keep: Keep) -> None:
