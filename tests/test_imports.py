@@ -20,7 +20,7 @@ LAYERS = [
     {"retention"},
     {"candidates", "commit", "reading", "ledger", "directory"},
     {"recovery", "writer", "saves", "verification", "comparison"},
-    {"session"},
+    {"session", "pruning"},
     {"checkpointer"},
     {"integrations", "prove"},
     {"cli"},

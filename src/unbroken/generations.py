@@ -50,7 +50,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 def newest_number(store: LocalStore) -> int:
     """The highest generation number in the directory, damaged records included; 0 if there is none."""
-    return max(_numbers(store), default=0)
+    return max(recorded_numbers(store), default=0)
 
 
 def read_newest(store: LocalStore) -> tuple[Generation | None, list[str]]:
@@ -59,7 +59,7 @@ def read_newest(store: LocalStore) -> tuple[Generation | None, list[str]]:
     Raises NewerFormat.
     """
     damaged: list[str] = []
-    for number in sorted(_numbers(store), reverse=True):
+    for number in sorted(recorded_numbers(store), reverse=True):
         try:
             return read(store, number), damaged
         except DamagedCheckpoint as error:
@@ -69,7 +69,7 @@ def read_newest(store: LocalStore) -> tuple[Generation | None, list[str]]:
 
 def read(store: LocalStore, number: int) -> Generation:
     """One generation's record. Raises DamagedCheckpoint, NewerFormat."""
-    name = _record_name(number)
+    name = record_name(number)
     try:
         generation = msgspec.json.decode(unseal(store.read(name, MOST_BYTES), name), type=Generation)
         check_lineage(generation.number, generation.lineage)
@@ -98,7 +98,7 @@ def begin(store: LocalStore, restored: Manifest | None, world_size: int) -> Gene
             pid=os.getpid(),
         )
         try:
-            store.publish(_record_name(generation.number), seal(msgspec.json.encode(generation)))
+            store.publish(record_name(generation.number), seal(msgspec.json.encode(generation)))
         except FileExistsError:
             continue  # another start was faster; it has a lower number and will find itself fenced
         return generation
@@ -118,10 +118,12 @@ def highest_seen(store: LocalStore) -> int:
     return max([newest_number(store), *(int(match[1]) for match in files if match)])
 
 
-def _record_name(number: int) -> str:
+def record_name(number: int) -> str:
+    """Of a generation's record, inside the run directory."""
     return f"{DIRECTORY}/{number:04d}.json"
 
 
-def _numbers(store: LocalStore) -> list[int]:
+def recorded_numbers(store: LocalStore) -> set[int]:
+    """The numbers of all generations that have a record, whole or not."""
     matches = (_NAME.fullmatch(name) for name in store.list(DIRECTORY))
-    return [int(match[1]) for match in matches if match]
+    return {int(match[1]) for match in matches if match}

@@ -30,6 +30,8 @@ MOST_BLOCK_BYTES = 1 << 30
 """A block is read whole before any of its bytes is used."""
 MOST = (1 << 63) - 1
 """The largest number of anything that is counted: larger ones overflow in what reads them."""
+MOST_DIMENSIONS = 60
+"""NumPy's limit is 64; torch's is not higher."""
 MOST_GENERATION = 999_999_999
 """A directory that holds a higher number was not written by us, and would leave none for the next start."""
 
@@ -247,8 +249,8 @@ def _check_file(file: FileRecord, manifest: Manifest) -> None:
 def _check_tensor(name: str, tensor: TensorRecord, files: list[FileRecord]) -> None:
     itemsize = dtype_of(tensor.dtype).itemsize
     shape = tuple(tensor.shape)
-    if any(length < 0 for length in shape):
-        raise ValueError(f"tensor {name!r} has a negative length")
+    if len(shape) > MOST_DIMENSIONS or any(length < 0 for length in shape):
+        raise ValueError(f"tensor {name!r} has a negative length or {len(shape)} dimensions")
     # An empty tensor has no bytes to bound its other lengths by.
     if math.prod(max(length, 1) for length in shape) * itemsize > MOST:
         raise ValueError(f"tensor {name!r} is too large for any machine")
