@@ -56,8 +56,11 @@ def table_of(*titles: str, left: tuple[str, ...] = ()) -> Table:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave_closed_pipe()
 
 
 def printable(text: str) -> str:

@@ -132,7 +132,8 @@ def step_text(entry: Entry | Manifest | Place) -> str:
 
 def complete_step(context: typer.Context, incomplete: str) -> list[str]:
     """For shells: the steps of the run that was typed before, newest first."""
-    run = context.params.get("run")
+    # A line that ends with `--step` cannot be parsed: then RUN is among what is left over.
+    run = context.params.get("run") or next((word for word in context.args if not word.startswith("-")), None)
     try:
         names = LocalStore(Path(run)).list("") if run else []
     except (OSError, ValueError):
