@@ -33,6 +33,7 @@ from unbroken.preemption import Notice
 from unbroken.recovery import Recovered, restore_together
 from unbroken.saves import Saves
 from unbroken.session import Session, Settings, open_session
+from unbroken.state.coverage import Coverage
 from unbroken.state.registry import State
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class Checkpointer:
     keep   how many checkpoints stay; None keeps all
     on_error  what a failed save does to training: "warn" logs it and the next save tries again, "raise" raises
            SaveFailed from `step`, `wait` or `close`
+    strict    what looks like training state and is not in `state` is told once, at the first save. True: as the error
+              NotCovered, before anything is written. False: as a warning
     deadline_s        how long ranks wait for each other when they agree on something, in seconds
     write_deadline_s  how long a rank may take to write or read its part, in seconds
 
@@ -86,6 +89,7 @@ class Checkpointer:
         every: Every | Literal["auto"] | None = None,
         keep: Keep | None = Keep(last=3),  # noqa: B008  # frozen
         on_error: Literal["warn", "raise"] = "warn",
+        strict: bool = False,
         deadline_s: float = 60.0,
         write_deadline_s: float = 1800.0,
     ) -> None:
@@ -98,6 +102,9 @@ class Checkpointer:
         self._root = run_directory(path)
         self._state = State(state)
         self._state.watch()
+        self._coverage = Coverage(state)
+        self._coverage.look()
+        self._strict = strict
         self._loaders = [loader for loader in state.values() if hasattr(loader, "drain_samples")]
         self._every = every
         self._schedule = Schedule(every)
@@ -151,6 +158,7 @@ class Checkpointer:
         restored = self._go_on_from(session, recovered)
         session.begin(recovered.manifest, self._global_step)
         self._begin(session)
+        self._coverage.look()
         return restored
 
     def step(self, *, loss: Any = None, accumulating: bool = False) -> None:
@@ -166,8 +174,8 @@ class Checkpointer:
 
         Raises Preempted (a SystemExit) on every rank at the same step, after a save, when any rank got SIGTERM or
         SIGUSR1; HistoryExists at the first save if the directory holds checkpoints that were not restored;
-        UnsupportedValue or UsageError at the first save if the state cannot be stored; with on_error="raise"
-        SaveFailed.
+        UnsupportedValue or UsageError at the first save if the state cannot be stored, NotCovered there with
+        strict=True; with on_error="raise" SaveFailed.
         """
         if accumulating:
             self._micro_step += 1
@@ -264,6 +272,7 @@ class Checkpointer:
         session = self._session or self._begin_without_restore()
         began = time.monotonic()
         try:
+            self._coverage.check(strict=self._strict, loud=session.cluster.rank == 0)
             captured = self._state.capture(accumulating=self._micro_step > 0)
         except Exception as error:
             session.save(save, None, f"{type(error).__name__}: {error}")

@@ -1,0 +1,170 @@
+"""What is alive in this process that could be training state, and how the script calls it.
+
+Two sources: the garbage collector knows every optimizer, module, loader, … wherever it is held; the variables of the
+user's frames and modules give names, and the generators, which the collector does not know.
+Nothing is kept: what is returned must be dropped before training goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import random
+import re
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain, compress
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from unbroken.state.origins import is_users_class, is_users_module, namespace
+from unbroken.state.peek import attributes, elements, has_methods, is_a, is_container, is_leaf
+from unbroken.state.rng import GENERATORS
+
+OPTIMIZER, SCHEDULER, SCALER, MODULE = "optimizer", "scheduler", "scaler", "module"
+GENERATOR, LOADER, ITERATION, OBJECT = "generator", "loader", "iteration", "object"
+_BASES: tuple[tuple[type, str], ...] = (
+    (Optimizer, OPTIMIZER),
+    (LRScheduler, SCHEDULER),
+    (GradScaler, SCALER),
+    (nn.Module, MODULE),
+    (DataLoader, LOADER),
+    (_BaseDataLoaderIter, ITERATION),
+)
+_RESUMABLE = "drain_samples"
+"""What a class has that is a loader with an exact position. `data` is not imported here."""
+_MOST_VISITED = 20_000
+_OUTPUT = re.compile(r"_(\d+|_*|i+|oh|ih|dh|exit_code)|In|Out")
+"""Names under which a notebook keeps what a cell gave: nobody knows a variable by them."""
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(slots=True)
+class Alive:
+    """Everything found, by kind, oldest first; and the name of what a variable leads to, by id."""
+
+    by_kind: dict[str, list[Any]] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+
+    def of(self, kind: str) -> list[Any]:
+        """All of a kind."""
+        return self.by_kind.get(kind, [])
+
+
+def find_alive(frame: FrameType | None) -> Alive:
+    """Look through the whole process.
+
+    frame  where the variables begin; its callers' follow
+    """
+    kinds = _kinds()
+    alive = Alive()
+    found: dict[int, object] = {id(value): value for value in _collected(kinds)}
+    for name, value in _variables(frame):
+        alive.names.setdefault(id(value), name)
+        if id(type(value)) in kinds or (is_a(value, *GENERATORS) and not _is_global(value)):
+            found.setdefault(id(value), value)
+    for value in found.values():
+        alive.by_kind.setdefault(kinds.get(id(type(value)), GENERATOR), []).append(value)
+    return alive
+
+
+def is_resumable(value: object) -> bool:
+    """Whether it is a loader with an exact position."""
+    return has_methods(type(value), _RESUMABLE)
+
+
+def _kinds() -> dict[int, str]:
+    """Each class whose instances are looked for, by id (a metaclass may have its own idea of a hash) -> what they are."""
+    kinds = {id(cls): kind for base, kind in _BASES for cls in _with_subclasses(base)}
+    for cls in _with_subclasses(object):
+        if _RESUMABLE in cls.__dict__:
+            kinds.update((id(heir), LOADER) for heir in _with_subclasses(cls))
+        elif "state_dict" in cls.__dict__ and is_users_class(cls):
+            for heir in _with_subclasses(cls):
+                if has_methods(heir, "load_state_dict"):
+                    kinds.setdefault(id(heir), OBJECT)
+    return kinds
+
+
+def _with_subclasses(base: type) -> list[type]:
+    known: dict[int, type] = {id(base): base}
+    queue = [base]
+    while queue:
+        heirs: list[type] = type.__subclasses__(queue.pop())
+        fresh = [heir for heir in heirs if id(heir) not in known]
+        known.update((id(heir), heir) for heir in fresh)
+        queue += fresh
+    return list(known.values())
+
+
+def _collected(kinds: dict[int, str]) -> list[object]:
+    # The old generation first: then the order is that of their making, whenever the collector ran.
+    tracked = list(chain.from_iterable(gc.get_objects(generation) for generation in (2, 1, 0)))
+    return list(compress(tracked, map(kinds.__contains__, map(id, map(type, tracked)))))
+
+
+def _is_global(generator: object) -> bool:
+    hidden = [getattr(random, "_inst", None), getattr(np.random.mtrand, "_rand", None), torch.default_generator]
+    for backend in ("cuda", "xpu"):
+        hidden += getattr(getattr(torch, backend, None), "default_generators", ())
+    return any(generator is other for other in hidden) or is_a(generator, random.SystemRandom)
+
+
+def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+    """What the user's variables lead to, each once under its shortest name: nearest first, then their attributes."""
+    seen: set[int] = set()
+    queue: deque[tuple[str, Any, int]] = deque((name, value, 0) for name, value in _roots(frame))
+    while queue and len(seen) < _MOST_VISITED:
+        name, value, depth = queue.popleft()
+        if id(value) in seen or is_leaf(value):
+            continue
+        seen.add(id(value))
+        yield name, value
+        if is_container(value):
+            queue.extend((name + place, held, depth) for place, held in elements(value))
+        elif depth < (2 if is_users_class(type(value)) else 1):
+            hidden = _OF_MODULES if is_a(value, nn.Module) else ()
+            own = [(key, held) for key, held in list(attributes(value).items()) if key not in hidden]
+            queue.extend((f"{name}.{key}", held, depth + 1) for key, held in own)
+
+
+def _roots(frame: FrameType | None) -> list[tuple[str, Any]]:
+    roots: list[tuple[str, Any]] = []
+    modules: dict[str, dict[str, Any]] = {"__main__": namespace(sys.modules.get("__main__"))}
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if type(name) is str and is_users_module(name, frame.f_globals):
+            modules.setdefault(name, frame.f_globals)
+            roots += _locals_of(frame)
+        frame = frame.f_back
+    for name in sorted(sys.modules):
+        names = namespace(sys.modules.get(name))
+        if is_users_module(name, names):
+            modules.setdefault(name, names)
+    roots += [entry for names in modules.values() for entry in list(names.items())]
+    named = [(name, value) for name, value in roots if type(name) is str and not _OUTPUT.fullmatch(name)]
+    return sorted(named, key=lambda entry: entry[0].startswith("_"))
+
+
+def _locals_of(frame: FrameType) -> list[tuple[str, Any]]:
+    """The variables of a function that is running."""
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return []  # a module's or a class's body: its variables are globals, or short-lived
+    snapshot = frame.f_locals
+    variables = list(snapshot.items())
+    # Before Python 3.13 the frame keeps this copy until it ends, and with it the step's batch and loss. If the script
+    # has called locals() itself, the copy is its own.
+    if type(snapshot) is dict and sys.getrefcount(snapshot) <= 3:
+        snapshot.clear()
+    return variables
