@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 
+from unbroken import faultpoints
 from unbroken.errors import UnbrokenError
 from unbroken.generations import Generation
 from unbroken.manifest import MOST_BYTES, Manifest, decode, parse_step_directory
@@ -81,6 +82,7 @@ def _delete_checkpoint(store: LocalStore, directory: str) -> None:
         if MANIFEST_NAME.fullmatch(name):
             _delete(store, f"{directory}/{name}")
     store.sync(directory)
+    faultpoints.reach("deleting")
     for name in names:
         if _OUR_FILE.fullmatch(name):
             _delete(store, f"{directory}/{name}")
