@@ -26,7 +26,7 @@ from unbroken.cluster import rank_and_world_size
 from unbroken.directory import run_directory
 from unbroken.environment import describe_environment, differences
 from unbroken.errors import DeadlineExceeded, Preempted, UnbrokenError, UsageError
-from unbroken.ledger import Ledger, open_ledger
+from unbroken.ledger import Ledger, expect_ledger, open_ledger
 from unbroken.manifest import Manifest
 from unbroken.policy import Every, Keep, Schedule
 from unbroken.preemption import Notice
@@ -105,7 +105,8 @@ class Checkpointer:
         self._coverage = Coverage(state)
         self._coverage.look()
         self._strict = strict
-        self._loaders = [loader for loader in state.values() if hasattr(loader, "drain_samples")]
+        self._objects = dict(state)
+        expect_ledger()
         self._every = every
         self._schedule = Schedule(every)
         self._settings = Settings(keep, deadline_s, write_deadline_s)
@@ -159,6 +160,9 @@ class Checkpointer:
         session.begin(recovered.manifest, self._global_step)
         self._begin(session)
         self._coverage.look()
+        self._open_ledger()
+        if restored is not None and self._ledger is not None:
+            self._ledger.note("restored", self._global_step, self._micro_step)
         return restored
 
     def step(self, *, loss: Any = None, accumulating: bool = False) -> None:
@@ -185,7 +189,9 @@ class Checkpointer:
         self._global_step += 1
         self._micro_step = 0
         self._stepped = True
-        self._keep_ledger(loss)
+        self._open_ledger()
+        if self._ledger is not None:
+            self._ledger.write(self._global_step, loss)
         self._hear_outcomes()
         if self._on_error == "raise" and self._saves.failure is not None:
             raise self._saves.failure
@@ -281,6 +287,8 @@ class Checkpointer:
                 raise
             return
         self._captured_once = True
+        if self._ledger is not None:
+            self._ledger.note("saved", self._global_step, self._micro_step)
         session.save(save, captured)
         self._schedule.saved(time.monotonic() - began)
 
@@ -323,23 +331,16 @@ class Checkpointer:
         self._end(abandon=False)
         raise Preempted(self._global_step, reason)
 
-    def _keep_ledger(self, loss: Any) -> None:
-        if not self._ledger_opened:
-            self._open_ledger()
-        if self._ledger is not None:
-            samples = (
-                [sample for loader in self._loaders for sample in loader.drain_samples()] if self._loaders else None
-            )
-            self._ledger.write(self._global_step, loss, samples, self._state)
-
     def _open_ledger(self) -> None:
+        if self._ledger_opened:
+            return
         self._ledger_opened = True
         session = self._session
         if session is not None and session.generation is not None:
             cluster, number = session.cluster, session.generation.number
-            self._ledger = open_ledger(cluster.rank, cluster.world_size, number)
+            self._ledger = open_ledger(cluster.rank, cluster.world_size, number, self._state, self._objects)
         else:
-            self._ledger = open_ledger(*rank_and_world_size(), generation=0)
+            self._ledger = open_ledger(*rank_and_world_size(), 0, self._state, self._objects)
 
     def _hear_outcomes(self) -> None:
         """Tell what became of earlier saves. Costs a look at an empty queue when there is nothing to tell."""

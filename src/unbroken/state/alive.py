@@ -85,7 +85,7 @@ def is_resumable(value: object) -> bool:
 
 
 def _kinds() -> dict[int, str]:
-    """Each class whose instances are looked for, by id (a metaclass may have its own idea of a hash) -> what they are."""
+    """Each class whose instances are looked for, by id (a metaclass may have its own hash) -> what they are."""
     kinds = {id(cls): kind for base, kind in _BASES for cls in _with_subclasses(base)}
     for cls in _with_subclasses(object):
         if _RESUMABLE in cls.__dict__:
