@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import compress
 from types import FrameType
 from typing import Any
 
@@ -42,8 +42,8 @@ _BASES: tuple[tuple[type, str], ...] = (
     (DataLoader, LOADER),
     (_BaseDataLoaderIter, ITERATION),
 )
-_RESUMABLE = "drain_samples"
-"""What a class has that is a loader with an exact position. `data` is not imported here."""
+_RESUMABLE, _LOADERS = "drain_samples", "unbroken.data"
+"""What a class has that is a loader with an exact position, and where ours are. They are not imported here."""
 _MOST_VISITED = 20_000
 _OUTPUT = re.compile(r"_(\d+|_*|i+|oh|ih|dh|exit_code)|In|Out")
 """Names under which a notebook keeps what a cell gave: nobody knows a variable by them."""
@@ -62,20 +62,29 @@ class Alive:
         return self.by_kind.get(kind, [])
 
 
-def find_alive(frame: FrameType | None) -> Alive:
-    """Look through the whole process.
+def find_alive(frame: FrameType | None, *, everywhere: bool) -> Alive:
+    """What is alive.
 
-    frame  where the variables begin; its callers' follow
+    frame       where the variables begin; its callers' follow
+    everywhere  False: only what variables lead to, which is a tenth of the work
     """
-    kinds = _kinds()
     alive = Alive()
-    found: dict[int, object] = {id(value): value for value in _collected(kinds)}
-    for name, value in _variables(frame):
+    modules = _users_modules()
+    found: dict[int, tuple[str, object]] = {}
+    if everywhere:
+        kinds = _kinds_of_classes(modules)
+        found = {id(value): (kinds[id(type(value))], value) for value in _collected(kinds)}
+    kind_of_class: dict[int, str | None] = {}
+    for name, value in _variables(frame, modules):
         alive.names.setdefault(id(value), name)
-        if id(type(value)) in kinds or (is_a(value, *GENERATORS) and not _is_global(value)):
-            found.setdefault(id(value), value)
-    for value in found.values():
-        alive.by_kind.setdefault(kinds.get(id(type(value)), GENERATOR), []).append(value)
+        cls = type(value)
+        if id(cls) not in kind_of_class:
+            kind_of_class[id(cls)] = _kind_of(cls)
+        kind = kind_of_class[id(cls)]
+        if kind is not None and not (kind == GENERATOR and _is_global(value)):
+            found.setdefault(id(value), (kind, value))
+    for kind, value in found.values():
+        alive.by_kind.setdefault(kind, []).append(value)
     return alive
 
 
@@ -84,16 +93,34 @@ def is_resumable(value: object) -> bool:
     return has_methods(type(value), _RESUMABLE)
 
 
-def _kinds() -> dict[int, str]:
-    """Each class whose instances are looked for, by id (a metaclass may have its own hash) -> what they are."""
+def _kind_of(cls: type) -> str | None:
+    """What the instances of a class are, if they could be training state."""
+    for base, kind in _BASES:
+        if base in cls.__mro__:
+            return kind
+    if has_methods(cls, _RESUMABLE):
+        return LOADER
+    if any(base in cls.__mro__ for base in GENERATORS):
+        return GENERATOR
+    if has_methods(cls, "state_dict", "load_state_dict"):
+        author = next(base for base in cls.__mro__ if "state_dict" in base.__dict__)
+        return OBJECT if is_users_class(author) else None
+    return None
+
+
+def _kinds_of_classes(modules: dict[str, dict[str, Any]]) -> dict[int, str]:
+    """What to look for among all objects, by the id of the class: a metaclass may have a hash of its own.
+
+    Of the user's classes those at the top of a module; instances of others are found if a variable leads to them.
+    """
     kinds = {id(cls): kind for base, kind in _BASES for cls in _with_subclasses(base)}
-    for cls in _with_subclasses(object):
-        if _RESUMABLE in cls.__dict__:
-            kinds.update((id(heir), LOADER) for heir in _with_subclasses(cls))
-        elif "state_dict" in cls.__dict__ and is_users_class(cls):
-            for heir in _with_subclasses(cls):
-                if has_methods(heir, "load_state_dict"):
-                    kinds.setdefault(id(heir), OBJECT)
+    own = [namespace(module) for name, module in list(sys.modules.items()) if name.startswith(_LOADERS)]
+    for names in [*own, *modules.values()]:
+        for cls in list(names.values()):
+            if is_a(cls, type) and id(cls) not in kinds:
+                kind = _kind_of(cls)
+                if kind in (LOADER, OBJECT):
+                    kinds[id(cls)] = kind
     return kinds
 
 
@@ -110,8 +137,11 @@ def _with_subclasses(base: type) -> list[type]:
 
 def _collected(kinds: dict[int, str]) -> list[object]:
     # The old generation first: then the order is that of their making, whenever the collector ran.
-    tracked = list(chain.from_iterable(gc.get_objects(generation) for generation in (2, 1, 0)))
-    return list(compress(tracked, map(kinds.__contains__, map(id, map(type, tracked)))))
+    found: list[object] = []
+    for generation in (2, 1, 0):
+        tracked = gc.get_objects(generation)
+        found += compress(tracked, map(kinds.__contains__, map(id, map(type, tracked))))
+    return found
 
 
 def _is_global(generator: object) -> bool:
@@ -121,10 +151,10 @@ def _is_global(generator: object) -> bool:
     return any(generator is other for other in hidden) or is_a(generator, random.SystemRandom)
 
 
-def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+def _variables(frame: FrameType | None, modules: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     """What the user's variables lead to, each once under its shortest name: nearest first, then their attributes."""
     seen: set[int] = set()
-    queue: deque[tuple[str, Any, int]] = deque((name, value, 0) for name, value in _roots(frame))
+    queue: deque[tuple[str, Any, int]] = deque((name, value, 0) for name, value in _roots(frame, modules))
     while queue and len(seen) < _MOST_VISITED:
         name, value, depth = queue.popleft()
         if id(value) in seen or is_leaf(value):
@@ -139,20 +169,26 @@ def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
             queue.extend((f"{name}.{key}", held, depth + 1) for key, held in own)
 
 
-def _roots(frame: FrameType | None) -> list[tuple[str, Any]]:
+def _users_modules() -> dict[str, dict[str, Any]]:
+    """The globals of the script and of the user's own modules."""
+    modules = {"__main__": namespace(sys.modules.get("__main__"))}
+    for name, module in sorted(sys.modules.copy().items(), key=lambda entry: entry[0]):
+        names = namespace(module)
+        if is_users_module(name, names):
+            modules.setdefault(name, names)
+    return modules
+
+
+def _roots(frame: FrameType | None, modules: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:
     roots: list[tuple[str, Any]] = []
-    modules: dict[str, dict[str, Any]] = {"__main__": namespace(sys.modules.get("__main__"))}
+    spaces = dict(modules)
     while frame is not None:
         name = frame.f_globals.get("__name__")
         if type(name) is str and is_users_module(name, frame.f_globals):
-            modules.setdefault(name, frame.f_globals)
+            spaces.setdefault(name, frame.f_globals)
             roots += _locals_of(frame)
         frame = frame.f_back
-    for name in sorted(sys.modules):
-        names = namespace(sys.modules.get(name))
-        if is_users_module(name, names):
-            modules.setdefault(name, names)
-    roots += [entry for names in modules.values() for entry in list(names.items())]
+    roots += [entry for names in spaces.values() for entry in list(names.items())]
     named = [(name, value) for name, value in roots if type(name) is str and not _OUTPUT.fullmatch(name)]
     return sorted(named, key=lambda entry: entry[0].startswith("_"))
 
@@ -161,7 +197,7 @@ def _locals_of(frame: FrameType) -> list[tuple[str, Any]]:
     """The variables of a function that is running."""
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return []  # a module's or a class's body: its variables are globals, or short-lived
-    snapshot = frame.f_locals
+    snapshot: Any = frame.f_locals
     variables = list(snapshot.items())
     # Before Python 3.13 the frame keeps this copy until it ends, and with it the step's batch and loss. If the script
     # has called locals() itself, the copy is its own.

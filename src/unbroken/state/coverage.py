@@ -63,9 +63,14 @@ class Coverage:
         _all.add(self)
 
     def look(self) -> None:
-        """Remember what everything that is not covered is like now. To be called before training goes on."""
+        """Remember what is not covered, and what it is like now. To be called before training goes on.
+
+        Goes by the script's variables, to be cheap. What they do not lead to counts at the check like what is new.
+        """
         nothing: dict[int, Mark] = {}
-        self.before = _guarded(lambda: Search(_everything_registered(), sys._getframe()).marks(), nothing)
+        self.before = _guarded(
+            lambda: Search(_everything_registered(), sys._getframe(), everywhere=False).marks(), nothing
+        )
 
     def check(self, *, strict: bool, loud: bool) -> None:
         """Say once what is not covered: with `strict` by NotCovered, else in a warning, or only for information."""

@@ -1,20 +1,17 @@
 """Which loaders feed the training loop, and do it from a position that no checkpoint has.
 
-An evaluation loader looks the same. So a plain DataLoader counts if the loop is inside it at the save; between two
-epochs, if it shuffles and nothing that is registered could be the training's loader. A loader that was made resumable
-was meant to be registered.
+A loader that was made resumable was meant to be registered. A plain DataLoader counts if it shuffles and the loop is
+inside it. If nothing that is registered could be the training's loader, one that does not shuffle counts too, and
+between two epochs one that shuffles. That keeps out evaluation loaders, whose iterations frameworks like to hold.
 """
 
 from __future__ import annotations
 
+import inspect
+from types import GeneratorType
 from typing import Any
 
-from torch.utils.data import (
-    DistributedSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from unbroken.state.alive import ITERATION, LOADER, Alive, is_resumable
 from unbroken.state.covered import Covered
@@ -30,18 +27,16 @@ def loaders_in_use(alive: Alive, covered: Covered) -> list[object]:
     for loader in resumables:
         owned.add(loader)
     forgotten = [loader for loader in resumables if loader not in covered]
-    plain = [
-        loader
-        for loader in alive.of(LOADER)
-        if not is_resumable(loader) and loader not in covered and loader not in owned
-    ]
+    plain = [loader for loader in alive.of(LOADER) if loader not in covered and loader not in owned]
     inside = [loader for loader in plain if any(_is_inside(each, loader) for each in alive.of(ITERATION))]
-    if not inside and not forgotten and not covered.has_loader:
-        inside = [loader for loader in plain if _shuffles(loader)]
-    return forgotten + _once_each(inside)
+    shuffling = [loader for loader in plain if _shuffles(loader)]
+    found = [loader for loader in inside if any(loader is other for other in shuffling)]
+    if not found and not forgotten and not covered.has_loader:
+        found = inside or shuffling
+    return forgotten + _once_each(found)
 
 
-def _is_inside(iteration: Any, loader: object) -> bool:
+def _is_inside(iteration: object, loader: object) -> bool:
     """Whether this is an iteration over `loader` that has given batches and is not at its end."""
     state, own = attributes(iteration), attributes(loader)
     index_sampler = state.get("_index_sampler")
@@ -49,9 +44,15 @@ def _is_inside(iteration: Any, loader: object) -> bool:
         return False
     if index_sampler is not own.get("batch_sampler") and index_sampler is not own.get("sampler"):
         return False
-    if own.get("_iterator") is iteration and (state.get("_finished") or not state.get("_tasks_outstanding", 1)):
-        return False  # persistent workers, or torchdata's loader: kept after its end
-    return bool(state.get("_num_yielded"))
+    return bool(state.get("_num_yielded")) and not _is_at_its_end(state)
+
+
+def _is_at_its_end(state: dict[str, Any]) -> bool:
+    if "_tasks_outstanding" in state:  # with workers the sampler ends before the loop does
+        return not state["_tasks_outstanding"]
+    indices = state.get("_sampler_iter")
+    ended = type(indices) is GeneratorType and inspect.getgeneratorstate(indices) == inspect.GEN_CLOSED
+    return ended or bool(state.get("_finished"))  # torchdata's
 
 
 def _shuffles(loader: object) -> bool:
@@ -63,10 +64,11 @@ def _shuffles(loader: object) -> bool:
     )
 
 
-def _once_each(loaders: list[Any]) -> list[object]:
-    """Without the wrappers that share another's sampler."""
+def _once_each(loaders: list[object]) -> list[object]:
+    """Without those that share another's sampler, as a framework's copies do."""
     sources: dict[tuple[int, int], object] = {}
     for loader in loaders:
         own = attributes(loader)
-        sources.setdefault((id(own.get("dataset")), id(own.get("batch_sampler") or own.get("sampler"))), loader)
+        indices = own.get("sampler") if own.get("batch_sampler") is None else own["batch_sampler"]
+        sources.setdefault((id(own.get("dataset")), id(indices)), loader)
     return list(sources.values())

@@ -40,10 +40,13 @@ class Candidate:
 
 
 class Search:
-    """What is alive now."""
+    """What is alive now.
 
-    def __init__(self, registered: Iterable[object], frame: FrameType | None) -> None:
-        self._alive = find_alive(frame)
+    everywhere  False: only what the script's variables lead to
+    """
+
+    def __init__(self, registered: Iterable[object], frame: FrameType | None, *, everywhere: bool = True) -> None:
+        self._alive = find_alive(frame, everywhere=everywhere)
         self.names = self._alive.names
         """By id: how the script's variables lead to an object."""
         self._covered = Covered()
