@@ -16,7 +16,7 @@ import re
 
 from unbroken import faultpoints
 from unbroken.errors import UnbrokenError
-from unbroken.generations import Generation
+from unbroken.generations import DIRECTORY, Generation
 from unbroken.manifest import MOST_BYTES, Manifest, decode, parse_step_directory
 from unbroken.policy import Keep
 from unbroken.store.local import LocalStore
@@ -24,6 +24,7 @@ from unbroken.store.local import LocalStore
 log = logging.getLogger(__name__)
 
 MANIFEST_NAME = re.compile(r"manifest(?:\.g\d{4,})?\.json")
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]+|\.probe-(\d{4,})-[0-9a-f]+")
 _OUR_FILE = re.compile(r"g(\d{4,})-rank-\d{5,}(?:-\d+)?\.safetensors|\.tmp-[0-9a-f]+")
 
 
@@ -45,6 +46,7 @@ def sweep(store: LocalStore, generation: Generation, keep: Keep) -> None:
     ours.sort(reverse=True)
     for _, directory in ours[keep.last :]:
         _delete_checkpoint(store, directory)
+    _delete_leftovers_of_starts(store, generation.number)
     for place, directory in steps:
         # An empty directory after the newest checkpoint may be the one a rank has just made for the next save.
         if ours and place < ours[0][0]:
@@ -74,6 +76,18 @@ def _delete_leftovers(store: LocalStore, directory: str, manifests: list[Manifes
         # Only the coordinator publishes, and it is the one that sweeps: a temporary file is nobody's any more.
         if match[1] is None or int(match[1]) < current:
             _delete(store, f"{directory}/{name}")
+
+
+def _delete_leftovers_of_starts(store: LocalStore, current: int) -> None:
+    """What starts of the job that were killed left beside the generations' records.
+
+    A newer start may be about to publish its record: it writes a temporary file that is gone anew, and its probe bears
+    a higher number.
+    """
+    for name in store.list(DIRECTORY):
+        match = _TEMPORARY.fullmatch(name)
+        if match is not None and (match[1] is None or int(match[1]) <= current):
+            _delete(store, f"{DIRECTORY}/{name}")
 
 
 def _delete_checkpoint(store: LocalStore, directory: str) -> None:
