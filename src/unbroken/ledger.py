@@ -105,7 +105,7 @@ class Ledger:
         if self._found:
             # Beside the registered objects, since an optimizer's parameters are named after their module's.
             every = State({**self._objects, **{_key(item): item.value for item in self._found}}).digests()
-            digests |= {f"{item}, not registered": every[_key(item)] for item in self._found}
+            digests |= {f"unregistered {item}": every[_key(item)] for item in self._found}
         return digests
 
     def _samples(self) -> list[Any] | None:

@@ -31,10 +31,10 @@ def test_a_script_that_forgets_nothing_passes(tmp_path, nproc):
 @pytest.mark.parametrize(
     ("forget", "named"),
     [
-        ("scheduler", "scheduler `scheduler` (CosineAnnealingLR), not registered"),
-        ("scaler", "scaler `scaler` (GradScaler), not registered"),
-        ("ema", "module `ema` (AveragedModel), not registered"),
-        ("generator", "generator `noise` (Generator), not registered"),
+        ("scheduler", "unregistered scheduler `scheduler` (CosineAnnealingLR)"),
+        ("scaler", "unregistered scaler `scaler` (GradScaler)"),
+        ("ema", "unregistered module `ema` (AveragedModel)"),
+        ("generator", "unregistered generator `noise` (Generator)"),
     ],
 )
 def test_an_object_that_was_not_registered_is_named(tmp_path, forget, named, nproc):

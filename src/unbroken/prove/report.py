@@ -11,7 +11,7 @@ from rich.text import Text
 
 from unbroken.prove.run import Report
 from unbroken.prove.trial import Strike, Trial
-from unbroken.prove.verdict import Difference
+from unbroken.prove.verdict import ACCUMULATION, Difference
 
 RepeatCommand = Callable[[int], str]
 """The command line that repeats one trial, by its number."""
@@ -126,10 +126,29 @@ def _failure(trial: Trial, repeat: RepeatCommand) -> RenderableType:
                 "Seed every generator, and make kernels deterministic"
             )
         )
+    elif trial.difference is not None and (hint := _what_to_do(trial.difference)):
+        lines.append(Text(hint))
     if trial.output:
         lines += [Text("the job's last lines:"), Text(trial.output)]
     lines += [Text(f"what it wrote and printed: {trial.place.root}"), Text(f"repeat it: {repeat(trial.number)}")]
     return Group(*lines)
+
+
+def _what_to_do(difference: Difference) -> str:
+    """How such a difference comes about, if its parts tell; what was not restored tells most."""
+    parts = difference.not_restored or difference.parts
+    if any(part.startswith("unregistered") for part in parts):
+        return "what is unregistered is in no checkpoint: add it to the state that the Checkpointer is given"
+    if ACCUMULATION in parts:
+        return (
+            "the job went on in the middle of an accumulation window without its gradients: tell the Checkpointer of "
+            "every micro-step with step(accumulating=True)"
+        )
+    if "samples" in parts:
+        return "the loader went on elsewhere: iterate unbroken.resumable(loader), and register it"
+    if "rng" in parts:
+        return "something seeds or draws random numbers between restore() and the next step, or draws more than before"
+    return ""
 
 
 def _verdict(report: Report) -> RenderableType:

@@ -105,7 +105,7 @@ class _Proof:
 
     def run(self) -> Report:
         kind = self.ground.nodes[0].kind
-        self.tell(f"undisturbed run, {self.settings.world_size} ranks, nodes {self.settings.nodes} ({kind})")
+        self.tell(f"undisturbed run, world size {self.settings.world_size}, nodes {self.settings.nodes} ({kind})")
         reference = self._undisturbed("reference")
         self.tell(f"undisturbed run took {reference.seconds:.1f} s")
         kinds = self._kinds(reference.outcome)
