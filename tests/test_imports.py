@@ -13,7 +13,7 @@ SOURCE = Path(unbroken.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"cluster"},
+    {"cluster", "faultpoints"},
     {"layout", "image", "store", "state", "data"},
     {"manifest", "policy"},
     {"generations", "snapshot", "environment", "preemption", "meeting", "values"},

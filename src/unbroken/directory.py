@@ -74,9 +74,10 @@ def _place_probe(store: LocalStore) -> str:
         raise DirectoryProblem(f"{root} is a file, not a directory; give the path of a run directory")
     if parse_step_directory(root.name) and (root / MANIFEST).exists():
         raise DirectoryProblem(f"{root} is a single checkpoint; give the run directory above it: {root.parent}")
-    probe = f"{DIRECTORY}/.probe-{secrets.token_hex(8)}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        store.create_root()
+        # The number is the one this start will have: it tells a sweep whether the probe is a leftover (retention.py).
+        probe = f"{DIRECTORY}/.probe-{newest_number(store) + 1:04d}-{secrets.token_hex(8)}"
         store.create(probe, b"")
     except OSError as error:
         raise DirectoryProblem(

@@ -16,8 +16,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from unbroken import faultpoints
 from unbroken.errors import UnbrokenError
-from unbroken.generations import Generation
+from unbroken.generations import DIRECTORY, Generation
 from unbroken.manifest import MOST_BYTES, Manifest, decode, parse_step_directory
 from unbroken.policy import Keep
 from unbroken.store.local import LocalStore
@@ -25,6 +26,7 @@ from unbroken.store.local import LocalStore
 log = logging.getLogger(__name__)
 
 MANIFEST_NAME = re.compile(r"manifest(?:\.g([0-9]{4,9}))?\.json")
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]+|\.probe-([0-9]{4,9})-[0-9a-f]+")
 _OUR_FILE = re.compile(r"g([0-9]{4,9})-rank-[0-9]{5,}(?:-[0-9]+)?\.safetensors|\.tmp-[0-9a-f]+")
 
 
@@ -88,7 +90,7 @@ def sweep(store: LocalStore, generation: Generation, keep: Keep) -> None:
     """
     contents = look(store, generation)
     ours = [kept for kept in contents.checkpoints if generation.reaches(kept.manifest.where)]
-    problems = delete_files(store, contents.leftovers)
+    problems = delete_files(store, [*contents.leftovers, *_leftovers_of_starts(store, generation.number)])
     for kept in ours[keep.last :]:
         problems += delete_checkpoint(store, kept)
     if ours:
@@ -101,6 +103,7 @@ def delete_checkpoint(store: LocalStore, kept: Kept) -> list[str]:
     """Delete one checkpoint, but no file that another manifest in its directory refers to. What went wrong."""
     problems = delete_files(store, [f"{kept.directory}/{kept.name}"])
     store.sync(kept.directory)
+    faultpoints.reach("deleting")
     others = _manifests(store, kept.directory)
     if problems or others is None:
         return problems
@@ -146,4 +149,18 @@ def _manifests(store: LocalStore, directory: str) -> list[Kept] | None:
                 log.debug("retention leaves %s alone: it was renamed", directory)
                 return None
             found.append(Kept(directory, name, manifest))
+    return found
+
+
+def _leftovers_of_starts(store: LocalStore, current: int) -> list[str]:
+    """What starts of the job that were killed left beside the generations' records.
+
+    A newer start may be about to publish its record: it writes a temporary file that is gone anew, and its probe bears
+    a higher number.
+    """
+    found = []
+    for name in store.list(DIRECTORY):
+        match = _TEMPORARY.fullmatch(name)
+        if match is not None and (match[1] is None or int(match[1]) <= current):
+            found.append(f"{DIRECTORY}/{name}")
     return found

@@ -154,6 +154,13 @@ class State:
             del by_root[gradients.ROOT]
         return {root: _digest(captured.values[root], tensors) for root, tensors in by_root.items()}
 
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the state, as it is now."""
+        return sum(
+            live.tensor.numel() * live.tensor.element_size()
+            for live in self.capture(accumulating=False).tensors.values()
+        )
+
     def rng_digest(self) -> str:
         """The digest of the global random number generators alone; cheap enough for every step."""
         captured = Captured()

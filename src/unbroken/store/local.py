@@ -18,6 +18,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from unbroken import faultpoints
+
 _COMPONENT = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*|\.(?:tmp|probe)-[A-Za-z0-9-]+")
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 DIRECTORY_ATTEMPTS = 5
@@ -40,31 +42,34 @@ class LocalStore:
         Raises FileExistsError if the name is taken. A failed write leaves no file.
         """
         path = self._path(name)
-        try:
-            self._write_in_directory(path, data)
-            _sync_directory(path.parent)
-        except FileExistsError:
-            raise
-        except BaseException:
-            # A full disk is the usual reason: give back the space of the failed try.
-            with contextlib.suppress(OSError):
-                path.unlink()
-            raise
+        self._write_in_directory(path, data)
+        _sync_directory_or_remove(path)
 
     def publish(self, name: str, data: bytes) -> None:
         """Create a small file atomically and durably: it is there whole, or not at all.
 
-        Raises FileExistsError if the name is taken; of several racing publishers exactly one succeeds.
+        Raises FileExistsError if the name is taken; of several racing publishers exactly one succeeds. After any
+        other error the name is free again.
         """
         path = self._path(name)
         temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
         try:
-            self._write_in_directory(temporary, data)
-            _link_or_create(temporary, path, data)
+            self._link_durably(temporary, path, data)
             # Invariant 1: without this the name itself can be lost after we said "committed".
-            _sync_directory(path.parent)
+            _sync_directory_or_remove(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def create_root(self) -> None:
+        """Create the root and the directories above it. Their names are durable when this returns."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        # Without this a power cut can lose the run directory with all that was committed in it. Also when it was there:
+        # a process that was killed may have made it and not come so far.
+        for above in self.root.parents:
+            with contextlib.suppress(PermissionError):  # what we may not read we did not make
+                _sync_directory(above)
+            if above.is_mount():
+                break
 
     def read(self, name: str, most_bytes: int) -> bytes:
         """A small file's bytes. Raises ValueError if it is larger than `most_bytes` or no regular file."""
@@ -144,11 +149,25 @@ class LocalStore:
         A sweep may remove the directory, still empty, between the two: then both are done again.
         """
         for attempt in range(DIRECTORY_ATTEMPTS):
-            if not path.parent.is_dir():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _sync_directory(path.parent.parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Invariant 1: also when the directory was there. Another rank, or a process that was killed, may have made
+            # it and not synced its name yet.
+            _sync_directory(path.parent.parent)
             try:
                 return _write_new(path, data)
+            except FileNotFoundError:
+                if attempt == DIRECTORY_ATTEMPTS - 1:
+                    raise
+
+    def _link_durably(self, temporary: Path, path: Path, data: bytes) -> None:
+        """Give durable bytes the name `path`, which is not durable yet.
+
+        The sweep of another start of the job may take the temporary file for a leftover: then it is written again.
+        """
+        for attempt in range(DIRECTORY_ATTEMPTS):
+            self._write_in_directory(temporary, data)
+            try:
+                return _link_or_create(temporary, path, data)
             except FileNotFoundError:
                 if attempt == DIRECTORY_ATTEMPTS - 1:
                     raise
@@ -158,11 +177,26 @@ def _write_new(path: Path, data: memoryview | bytes) -> None:
     """Create a file whose bytes are durable; its name is not yet."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
+        if faultpoints.armed is not None:
+            data = _write_half(fd, path, memoryview(data))
         _write_all(fd, memoryview(data))
         # Invariant 1: the file's bytes are durable before anything refers to them.
         os.fsync(fd)
+    except BaseException:
+        # A full disk is the usual reason: give back the space of the failed try.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
     finally:
         os.close(fd)
+
+
+def _write_half(fd: int, path: Path, data: memoryview) -> memoryview:
+    """Write the first half, be struck if a proof wants it, and return the rest."""
+    half = len(data) // 2
+    _write_all(fd, data[:half])
+    faultpoints.reach("half a file" if path.suffix == ".safetensors" else "half a manifest")
+    return data[half:]
 
 
 def _write_all(fd: int, data: memoryview) -> None:
@@ -188,6 +222,17 @@ def _link_or_create(temporary: Path, path: Path, data: bytes) -> None:
         # A file system without hard links. Exclusive creation still lets one publisher win; a cut record is
         # recognised by its digest and does not count as existing.
         _write_new(path, data)
+
+
+def _sync_directory_or_remove(path: Path) -> None:
+    """Make a new name durable. If that fails, take it back: its publisher will report that it is not there."""
+    try:
+        _sync_directory(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+            _sync_directory(path.parent)
+        raise
 
 
 def _sync_directory(path: Path) -> None:
