@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test lint soak clean
+.PHONY: venv demo test lint soak chaos clean
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -27,6 +27,9 @@ lint: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m slow -o addopts="-q --strict-markers -ra --import-mode=importlib"
+
+chaos: $(STAMP)
+	$(BIN)/python -m pytest tests/chaos -s -m "slow or not slow"
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

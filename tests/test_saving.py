@@ -388,6 +388,17 @@ def test_leftovers_of_dead_generations_are_swept_and_the_living_ones_kept(tmp_pa
     assert newest(tmp_path).step == 20
 
 
+def test_a_sweep_removes_what_killed_starts_left_but_not_the_probe_of_the_next_one(tmp_path):
+    """Probes and temporary records of starts that were killed stayed for ever."""
+    ranks = start(tmp_path, 1, keep=Keep(last=1))
+    left = [".probe-0001-00ff", ".tmp-00ff", ".probe-0002-00ff", "notes.txt"]
+    for name in left:
+        (tmp_path / "generations" / name).touch()
+    assert save_all(ranks, 5)[0].committed
+    close_all(ranks)
+    assert LocalStore(tmp_path).list("generations") == [".probe-0002-00ff", "0001.json", "notes.txt"]
+
+
 def test_a_sweep_leaves_the_empty_directory_of_the_next_save_alone(tmp_path):
     """A rank had just made step-6 when the sweep after step 5 removed it as empty; its file could not be created."""
     ranks = start(tmp_path, 1, keep=Keep(last=1))

@@ -63,8 +63,9 @@ def keeping(last: int) -> Story:
     """Saves with retention: each deletes one, while the next is being written."""
 
     def story(recorder: Recorder, root: Path, world_size: int) -> int:
-        since = _saved(recorder, root, world_size, list(range(1, last + 1)), Keep(last=last))
+        _saved(recorder, root, world_size, list(range(1, last + 1)), Keep(last=last))
         job = start(root, world_size, Keep(last=last), recorder)
+        since = recorder.quiet()
         job.save(last + 1)
         job.save(last + 2)
         job.close()
@@ -83,29 +84,30 @@ def abandoned(recorder: Recorder, root: Path, world_size: int) -> int:
     old.close()
     since = recorder.quiet()
     new.save(2)
-    new.save(3)
     new.close()
     return since
 
 
 def saved_again(recorder: Recorder, root: Path, world_size: int) -> int:
     """A job saves the very step it restored: the manifest that is moved aside is on its lineage."""
-    since = _saved(recorder, root, world_size, [1], None)
+    _saved(recorder, root, world_size, [1], None)
     job = start(root, world_size, Keep(last=1), recorder)
+    since = recorder.quiet()
     job.save(1)
     job.close()
     return since
 
 
-def disk_full(nth: int, reached: list[bool]) -> Story:
-    """The second save fails at its `nth` call that uses space; the third succeeds. `reached` tells if there was one."""
+def disk_full(nth: int, reached: list[bool], again: bool = False) -> Story:
+    """The second save fails at its `nth` call that uses space; `reached` tells if there was one.
+
+    again  save the step again afterwards, with room
+    """
 
     def story(recorder: Recorder, root: Path, world_size: int) -> int:
+        _saved(recorder, root, world_size, [1], Keep(last=1))
         job = start(root, world_size, Keep(last=1), recorder)
-        job.save(1)
-        job.close()
         since = recorder.quiet()
-        job = start(root, world_size, Keep(last=1), recorder)
         left = [nth]
 
         def full(call: Call) -> OSError | None:
@@ -118,7 +120,7 @@ def disk_full(nth: int, reached: list[bool]) -> Story:
         recorder.fail = full
         job.save(2)
         recorder.fail = lambda _call: None
-        if reached:
+        if again:
             job.save(2, attempt=1)
         job.close()
         return since

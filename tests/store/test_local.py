@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from unbroken.store import local
 from unbroken.store.local import LocalStore
 
 
@@ -69,6 +70,58 @@ def test_a_failed_write_leaves_no_file(store, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         store.create("step-1/file", b"data")
     assert store.list("step-1") == []
+
+
+def test_a_name_whose_directory_cannot_be_synced_is_taken_back(store, monkeypatch):
+    """A publish that failed late left its name: the save counted as failed, its data went, the manifest stayed."""
+    store.create("step-1/file", b"data")
+    real = local._sync_directory
+    failures = [OSError(errno.EIO, "Input/output error")]
+
+    def once(path):
+        if path.name == "step-1" and failures and (path / "manifest.json").exists():
+            raise failures.pop()
+        real(path)
+
+    monkeypatch.setattr(local, "_sync_directory", once)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.publish("step-1/manifest.json", b"{}")
+    assert store.list("step-1") == ["file"]
+    store.publish("step-1/manifest.json", b"{}")
+
+
+def test_a_create_that_fails_early_leaves_a_file_of_that_name_alone(store, monkeypatch):
+    store.create("step-1/file", b"data")
+
+    def broken(_path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(local, "_sync_directory", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.create("step-1/file", b"other")
+    assert store.read("step-1/file", 10) == b"data"
+
+
+def test_a_temporary_file_that_a_sweep_took_is_written_again(store, monkeypatch):
+    real, taken = os.link, []
+
+    def after_a_sweep(temporary, path):
+        if not taken:
+            taken.append(temporary)
+            temporary.unlink()
+        real(temporary, path)
+
+    monkeypatch.setattr(os, "link", after_a_sweep)
+    store.publish("generations/0001.json", b"{}")
+    assert taken
+    assert store.list("generations") == ["0001.json"]
+
+
+def test_the_root_is_made_with_the_directories_above_it(tmp_path):
+    store = LocalStore(tmp_path / "a" / "b")
+    store.create_root()
+    store.create_root()
+    assert store.root.is_dir()
 
 
 def test_a_directory_that_vanishes_before_the_file_is_created_is_made_again(store, monkeypatch):

@@ -1,0 +1,60 @@
+"""`ckpt-chaos`, a fault harness by others, on our example: it kills the job at each change of a file and compares.
+
+`make chaos` runs all of its modes on one rank and on either of two. Its events are Python's audit events, so it tears
+only files that `torch.save`, safetensors or `open()` write, and it knows no directory fsync; `tests/crash` does. It
+marks as PLAN DRIFT every point at a temporary file, whose name is a random number in each run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"
+MODES = "before,torn,term,unsynced"
+FAIL_ON = "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL"
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ckpt_chaos") is None, reason="ckpt-chaos is not installed")
+
+
+def run(work: Path, modes: str, ranks: int, crash_rank: int, points: int) -> Counter[str]:
+    """Crash points that passed, by mode; fails if one did not."""
+    command = [
+        sys.executable,
+        "-m",
+        "ckpt_chaos",
+        "run",
+        "--work",
+        str(work / "runs"),
+        "--junit",
+        str(work / "junit.xml"),
+    ]
+    command += ["--ranks", str(ranks), "--crash-rank", str(crash_rank), "--modes", modes, "--max-points", str(points)]
+    # A manifest holds times, so its size varies. Three checkpoints, as many as the example keeps.
+    command += ["--checkpoint-glob", "{out}/step-*", "--ckpt-ignore-size", "--step-regex", r"restored step (\d+)"]
+    command += ["--result-file", "{out}/final.txt", "--fail-on", FAIL_ON, "--timeout", "300", "--"]
+    command += [sys.executable, str(EXAMPLE), "--out", "{out}", "--steps", "6", "--every", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^PASS: \d+$", done.stdout, re.MULTILINE), done.stdout
+    report = (work / "junit.xml").read_text()
+    assert "<failure" not in report
+    return Counter(re.findall(r"\[(\w+)\]", report))
+
+
+def test_a_kill_in_a_save_loses_nothing_by_the_verdict_of_ckpt_chaos(tmp_path):
+    assert run(tmp_path, "unsynced", ranks=1, crash_rank=0, points=2) == {"unsynced": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "crash_rank"), [(1, 0), (2, 0), (2, 1)])
+def test_every_mode_of_ckpt_chaos_at_every_file_boundary_passes(tmp_path, ranks, crash_rank):
+    passed = run(tmp_path, MODES, ranks, crash_rank, points=1000)
+    print(f"{ranks} ranks, rank {crash_rank} struck: {dict(passed)}")
+    assert {"before", "term", "unsynced"} <= passed.keys()
