@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from unbroken.state.origins import is_users_class, is_users_module, namespace
-from unbroken.state.peek import attributes, elements, has_methods, is_a, is_container, is_leaf
+from unbroken.state.peek import attributes, elements, has_methods, inherits, is_a, is_container, is_leaf
 from unbroken.state.rng import GENERATORS
 
 OPTIMIZER, SCHEDULER, SCALER, MODULE = "optimizer", "scheduler", "scaler", "module"
@@ -96,11 +96,11 @@ def is_resumable(value: object) -> bool:
 def _kind_of(cls: type) -> str | None:
     """What the instances of a class are, if they could be training state."""
     for base, kind in _BASES:
-        if base in cls.__mro__:
+        if inherits(cls, base):
             return kind
     if has_methods(cls, _RESUMABLE):
         return LOADER
-    if any(base in cls.__mro__ for base in GENERATORS):
+    if inherits(cls, *GENERATORS):
         return GENERATOR
     if has_methods(cls, "state_dict", "load_state_dict"):
         author = next(base for base in cls.__mro__ if "state_dict" in base.__dict__)

@@ -57,8 +57,8 @@ def sample(kind: str, value: object) -> str:
         states = list((own.get("state") or {}).values())[:_STATES]
         return _sample_values(held for state in states if is_a(state, dict) for held in list(state.values()))
     if kind == SCHEDULER:
-        steps = (own.get("_step_count"), own.get("last_epoch"))
-        return "" if steps in ((1, 0), (0, 0)) else repr(steps)
+        step = own.get("last_epoch")  # 0 once it is made
+        return "" if type(step) is int and step <= 0 else repr(step)
     if kind == SCALER:
         return _sample_values([own.get("_scale"), own.get("_growth_tracker")])
     return ""
@@ -73,7 +73,7 @@ def _sample_values(values: Iterable[Any]) -> str:
     return " ".join(
         _sample_tensor(value) if is_a(value, Tensor) else repr(value)
         for value in values
-        if is_a(value, Tensor) or type(value) in (int, float)
+        if is_a(value, Tensor) or (type(value) is int or type(value) is float)
     )
 
 

@@ -22,8 +22,12 @@ _LEAVES = (str, bytes, int, float, complex, type, FunctionType, ModuleType, Fram
 
 def is_a(value: Any, *kinds: type) -> bool:
     """Like `isinstance`, by the true type only."""
-    ancestry = type(value).__mro__
-    return any(kind in ancestry for kind in kinds)
+    return inherits(type(value), *kinds)
+
+
+def inherits(cls: type, *kinds: type) -> bool:
+    """Like `issubclass`, without what abstract classes make of it; a metaclass may have its own idea of equality."""
+    return any(type.__subclasscheck__(kind, cls) for kind in kinds)
 
 
 def attributes(value: object) -> dict[str, Any]:
@@ -44,16 +48,21 @@ def has_methods(cls: type, *names: str) -> bool:
 def elements(value: Any) -> Iterator[tuple[str, Any]]:
     """What a small plain list, tuple, dict or set holds, each with its place (`[0]`, `['ema']`)."""
     if type(value) is dict and len(value) <= MOST_ELEMENTS:
-        yield from ((f"[{key!r}]" if type(key) in (str, int) else "[…]", held) for key, held in list(value.items()))
-    elif type(value) in (list, tuple, set) and len(value) <= MOST_ELEMENTS:
+        yield from ((f"[{key!r}]" if _is_exactly(key, str, int) else "[…]", held) for key, held in list(value.items()))
+    elif _is_exactly(value, list, tuple, set) and len(value) <= MOST_ELEMENTS:
         yield from ((f"[{place}]", held) for place, held in enumerate(list(value)))
 
 
 def is_container(value: Any) -> bool:
     """Whether `elements` is what to look into."""
-    return type(value) in (dict, list, tuple, set)
+    return _is_exactly(value, dict, list, tuple, set)
 
 
 def is_leaf(value: object) -> bool:
     """Whether there is nothing to look into."""
     return value is None or is_a(value, *_LEAVES)
+
+
+def _is_exactly(value: object, *kinds: type) -> bool:
+    cls = type(value)
+    return any(cls is kind for kind in kinds)
