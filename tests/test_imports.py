@@ -16,7 +16,7 @@ LAYERS = [
     {"cluster", "faultpoints"},
     {"layout", "image", "store", "state", "data"},
     {"manifest", "policy"},
-    {"generations", "snapshot", "environment", "preemption", "meeting", "values"},
+    {"generations", "snapshot", "environment", "preemption", "meeting", "values", "coverage"},
     {"retention"},
     {"candidates", "commit", "reading", "ledger", "directory"},
     {"recovery", "writer", "saves", "verification", "comparison"},
@@ -31,6 +31,7 @@ KNOW_NOTHING_OF = {
     "image": {"cluster", "state", "store", "data", "layout"},
     "store": {"cluster", "state", "image", "data", "layout", "torch"},
     "state": {"cluster", "store", "image", "data", "layout"},
+    "coverage": {"cluster", "store", "image", "data", "layout"},
     "data": {"cluster", "store", "image", "state", "layout"},
 }
 

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from unbroken.cluster import rank_and_world_size
+from unbroken.coverage.coverage import Coverage
 from unbroken.directory import run_directory
 from unbroken.environment import describe_environment, differences
 from unbroken.errors import DeadlineExceeded, Preempted, UnbrokenError, UsageError
@@ -33,7 +34,6 @@ from unbroken.preemption import Notice
 from unbroken.recovery import Recovered, restore_together
 from unbroken.saves import Saves
 from unbroken.session import Session, Settings, open_session
-from unbroken.state.coverage import Coverage
 from unbroken.state.registry import State
 
 log = logging.getLogger(__name__)

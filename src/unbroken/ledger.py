@@ -20,9 +20,9 @@ from typing import Any, Literal, TextIO
 
 import torch
 
+from unbroken.coverage.coverage import Uncovered, find_uncovered
 from unbroken.data.observe import drain_batches, observe_loaders
 from unbroken.errors import DirectoryProblem, UnbrokenError
-from unbroken.state.coverage import Uncovered, find_uncovered
 from unbroken.state.registry import State
 
 log = logging.getLogger(__name__)

@@ -1,3 +1,4 @@
+# ruff: noqa: F841, B008  # variables that nothing but the search looks at
 """What a script forgot to register is named, and nothing else is."""
 
 import copy
@@ -18,8 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import unbroken
-from unbroken.state import coverage
-from unbroken.state.coverage import Coverage, Uncovered, find_uncovered
+from unbroken.coverage import coverage
+from unbroken.coverage.coverage import Coverage, Uncovered, find_uncovered
 
 
 class Training:
@@ -380,7 +381,9 @@ def test_a_long_list_is_cut_and_counted(run, caplog):
     run.coverage.check(strict=False, loud=True)
     run.coverage.check(strict=False, loud=True)
     (record,) = caplog.records
-    assert record.message.startswith("not in the checkpoint, and looks like training state: scheduler `many[0]` (StepLR)")
+    assert record.message.startswith(
+        "not in the checkpoint, and looks like training state: scheduler `many[0]` (StepLR)"
+    )
     assert record.message.endswith(" more; register it in the Checkpointer's state")
     assert record.message.count("`") == 2 * coverage.SHOWN
     assert len(many) == 7

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TypeVar
 
+from unbroken.coverage.movement import Mark
+from unbroken.coverage.search import Search
 from unbroken.errors import NotCovered
-from unbroken.state.movement import Mark
-from unbroken.state.search import Search
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

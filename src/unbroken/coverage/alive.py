@@ -28,8 +28,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from unbroken.state.origins import is_users_class, is_users_module, namespace
-from unbroken.state.peek import attributes, elements, has_methods, inherits, is_a, is_container, is_leaf
+from unbroken.coverage.origins import is_users_class, is_users_module, namespace
+from unbroken.coverage.peek import attributes, elements, has_methods, inherits, is_a, is_container, is_leaf
 from unbroken.state.rng import GENERATORS
 
 OPTIMIZER, SCHEDULER, SCALER, MODULE = "optimizer", "scheduler", "scaler", "module"

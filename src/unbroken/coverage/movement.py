@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unbroken.state.alive import GENERATOR, OPTIMIZER, SCALER, SCHEDULER
+from unbroken.coverage.alive import GENERATOR, OPTIMIZER, SCALER, SCHEDULER
+from unbroken.coverage.peek import attributes, is_a
 from unbroken.state.arrays import reason_not_plain
-from unbroken.state.peek import attributes, is_a
 
 _ELEMENTS = 16
 _TENSORS = 128

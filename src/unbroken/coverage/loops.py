@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from unbroken.state.alive import ITERATION, LOADER, Alive, is_resumable
-from unbroken.state.covered import Covered
-from unbroken.state.peek import attributes, is_a
+from unbroken.coverage.alive import ITERATION, LOADER, Alive, is_resumable
+from unbroken.coverage.covered import Covered
+from unbroken.coverage.peek import attributes, is_a
 
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 

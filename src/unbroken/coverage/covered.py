@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from unbroken.state.alive import is_resumable
-from unbroken.state.peek import attributes, elements, has_methods, is_a, is_container, is_leaf
+from unbroken.coverage.alive import is_resumable
+from unbroken.coverage.peek import attributes, elements, has_methods, is_a, is_container, is_leaf
 from unbroken.state.rng import GENERATORS
 
 _OBJECT_LEVELS = 2

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from unbroken.state.alive import GENERATOR, LOADER, MODULE, OBJECT, OPTIMIZER, SCALER, SCHEDULER, find_alive
-from unbroken.state.covered import Covered, children, own_tensors, parts_of, with_submodules
-from unbroken.state.loops import loaders_in_use
-from unbroken.state.movement import Mark, mark, sample, sample_tensors
-from unbroken.state.peek import attributes, is_a
+from unbroken.coverage.alive import GENERATOR, LOADER, MODULE, OBJECT, OPTIMIZER, SCALER, SCHEDULER, find_alive
+from unbroken.coverage.covered import Covered, children, own_tensors, parts_of, with_submodules
+from unbroken.coverage.loops import loaders_in_use
+from unbroken.coverage.movement import Mark, mark, sample, sample_tensors
+from unbroken.coverage.peek import attributes, is_a
 
 Marks = Mapping[int, Mark]
 """What an earlier look saw, by id."""

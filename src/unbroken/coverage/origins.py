@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unbroken.state.peek import is_a
+from unbroken.coverage.peek import is_a
 
 _OWN = "unbroken"
 _STDLIB = tuple(Path(sysconfig.get_path(which)).resolve() for which in ("stdlib", "platstdlib"))
