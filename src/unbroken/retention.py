@@ -6,7 +6,7 @@ an abandoned history is no business of a running job. `unbroken prune` may be to
 
 The order of a deletion, and what a crash leaves after each point (invariant 14): the manifest first, durably (the
 checkpoint no longer exists; its files are leftovers), then the files, then the directory. Leftovers are found by the
-next sweep.
+next sweep, and so is what starts of the job that were killed left in `generations/`.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ def killed_and_then_cut_off(base: Path, world_size: int, kinds: tuple[str, ...])
         write(killed.system.now(), base / "again")
         with Recorder(base / "again") as recorder:
             job = start(base / "again" / RUN, world_size, recorder=recorder)
-            job.save(2)
+            restored = job.restored.manifest
+            job.save(restored.step + 1 if restored else 1)  # the step that was being saved
             job.close()
         since = next(place for place, again in enumerate(recorder.trace, 1) if isinstance(again.what, Promise))
         verdicts = explore(in_order(recorder.trace, since, killed, first=number + 1), judge)
