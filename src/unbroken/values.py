@@ -11,6 +11,7 @@ What an object's own `state_dict()` may hold is known to the object only; of tha
 from __future__ import annotations
 
 import math
+import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from unbroken.errors import DamagedCheckpoint
 from unbroken.manifest import MOST, Manifest, TensorRecord, ValueRecord
 from unbroken.state.codec import MOST_LEVELS, TAG
 
+_INTEGER = re.compile("-?0x[0-9a-f]+")
 _DEPTH = 4 * MOST_LEVELS
 """A level of a value takes at most this many levels of JSON: an object, a list of pairs, a pair, what is in it."""
 _NUMBERS = ("lr", "initial_lr", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha", "rho", "lambd")
@@ -305,6 +307,7 @@ def _is_hex(text: str, digits: int | None = None) -> bool:
 
 
 _CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "int": lambda value: _INTEGER.fullmatch(value["hex"]) is not None,
     "float": lambda value: _is_hex(value["bits"], 16),
     "str": lambda value: _is_hex(value["utf8"]),
     "size": lambda value: _is_shape(value["shape"]),

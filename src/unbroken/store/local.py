@@ -4,8 +4,8 @@ Knows names and bytes, nothing of tensors, ranks or steps. The rules of durabili
 them. Names are relative, of plain characters, and never lead outside the root: not by `..`, not by a link.
 
 What a crash leaves behind: `create` a file that nobody refers to (its caller deletes it, or the sweep after a later
-commit); `publish` a `.tmp-…` file beside the name (the same sweep), never a half-written name. Both may leave a directory
-whose name is not durable: the next `create` or `publish` in it syncs it before anything else.
+commit); `publish` a `.tmp-…` file beside the name (the same sweep), never a half-written name. Both may leave a
+directory whose name is not durable: the next `create` or `publish` in it syncs it before anything else.
 """
 
 from __future__ import annotations
