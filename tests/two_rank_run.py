@@ -88,7 +88,7 @@ def make_run(root: Path) -> dict[tuple[int, int], list[Content]]:
         if origin is not None:
             data = (root / f"step-{origin}/manifest.json").read_bytes()
             restored = decode(data, "")
-        ranks = _start(root, restored)
+        ranks = start_ranks(root, restored)
         for step in steps:
             on_all(ranks, lambda session: _save(session, step, generation))  # noqa: B023  # done before the next
             saved[generation, step] = [content(objects(rank, step, generation)) for rank in range(WORLD)]
@@ -96,7 +96,7 @@ def make_run(root: Path) -> dict[tuple[int, int], list[Content]]:
     return saved
 
 
-def _start(root: Path, restored: Manifest | None) -> list[Session]:
+def start_ranks(root: Path, restored: Manifest | None) -> list[Session]:
     settings = Settings(None, 20, 20)
     ranks = [
         Session(c, c.channel("t", threading.Event()), LocalStore(root), settings, {}, threading.Event())
