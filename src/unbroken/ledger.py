@@ -66,6 +66,7 @@ class Ledger:
             "loss": None if loss is None else _number(loss).hex(),
             "samples": self._samples(),
             "rng": self._state.rng_digest(),
+            "generators": self._state.generator_digests(),
         }
         if step % STATE_EVERY_STEPS == 0 or self._state.nbytes() <= SMALL_BYTES:
             line["state"] = self._digests(accumulating=False)

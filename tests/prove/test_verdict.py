@@ -123,7 +123,7 @@ def with_own_rng(outcome, rank):
 
 def test_an_unseeded_generator_that_changes_nothing_is_no_difference():
     trial = with_own_rng(replayed(4, 9), 1)
-    assert unseeded(run(), trial) == (1,)
+    assert unseeded(run(), trial) == {1: {"all"}}
     assert compare(run(), trial, struck_at=9) is None
 
 
@@ -134,7 +134,7 @@ def test_an_unseeded_generator_that_was_not_restored_is_found_where_a_step_was_d
 
 
 def test_a_seeded_generator_that_was_not_restored_is_found():
-    assert unseeded(run(), altered(replayed(4, 9), 4, 1, rng="drawn anew")) == ()
+    assert unseeded(run(), altered(replayed(4, 9), 4, 1, rng="drawn anew")) == {}
     assert compare(run(), altered(replayed(4, 9), 4, 1, rng="drawn anew")).parts == ("rng",)
 
 
@@ -207,3 +207,22 @@ def test_a_window_that_was_begun_in_its_middle_is_told_from_lost_samples(samples
         reference, altered(altered(replayed(4, 9), 4, 1, 0, samples=[1, 2, 3, 4]), 4, 1, samples=samples)
     )
     assert difference.parts == (("accumulation", "samples") if lost else ("samples",))
+
+
+def with_generators(outcome, python):
+    """As ledgers tell each generator; `python` is unseeded and differs from start to start."""
+    for (step, rank), lines in outcome.ledger.items():
+        told = {"python": f"{python}{step}", "torch": f"t{step}{rank}"}
+        lines[:] = [msgspec.structs.replace(each, rng=f"{python}{step}", generators=told) for each in lines]
+    return outcome
+
+
+def test_a_generator_that_is_seeded_is_compared_though_another_is_not():
+    """A script that seeds torch alone, and again after the restore, was only said to differ in its loss."""
+    reference = with_generators(run(), "a")
+    trial = with_generators(replayed(4, 9), "b")
+    assert unseeded(reference, trial) == {0: {"python"}, 1: {"python"}}
+    assert compare(reference, trial, struck_at=9) is None
+    seeded_again = {"python": "b10", "torch": "anew"}
+    difference = compare(reference, altered(trial, 10, 1, generators=seeded_again, loss="0x0p+0"), struck_at=9)
+    assert (difference.step, difference.parts, difference.ranks) == (10, ("rng", "loss"), (1,))

@@ -31,6 +31,8 @@ class Line(msgspec.Struct, frozen=True):
     """Digest of all random generators after the step."""
     state: dict[str, str] | None = None
     """Digest of each part of the state (`model`, `optimizer`, …); only every few steps."""
+    generators: dict[str, str] | None = None
+    """Digest of each global random generator: `python`, `numpy`, `torch`, `cuda`."""
 
 
 class Event(msgspec.Struct, frozen=True):

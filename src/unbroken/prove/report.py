@@ -11,7 +11,7 @@ from rich.text import Text
 
 from unbroken.prove.run import Report
 from unbroken.prove.trial import Strike, Trial
-from unbroken.prove.verdict import ACCUMULATION, Difference
+from unbroken.prove.verdict import ACCUMULATION, EXTRA, MISSING, Difference
 
 RepeatCommand = Callable[[int], str]
 """The command line that repeats one trial, by its number."""
@@ -40,7 +40,7 @@ def report_json(report: Report, repeat: RepeatCommand) -> dict[str, Any]:
         "seconds": round(reference.seconds, 3),
         "final": reference.outcome.final,
         "compared": list(report.compared),
-        "unseeded": any(trial.unseeded for trial in report.trials),
+        "unseeded": sorted(_unseeded(report)),
         "directory": str(settings.directory),
         "trials": [_trial_json(trial, report, repeat) for trial in report.trials],
     }
@@ -146,8 +146,13 @@ def _what_to_do(difference: Difference) -> str:
         )
     if "samples" in parts:
         return "the loader went on elsewhere: iterate unbroken.resumable(loader), and register it"
-    if "rng" in parts:
+    if parts[0] == "rng":
         return "something seeds or draws random numbers between restore() and the next step, or draws more than before"
+    if difference.restored_step is not None and parts[0] not in (MISSING, EXTRA):
+        return (
+            "samples and random numbers agree, and all that is registered was restored as it had been saved: something "
+            "else decides the result, a counter or an average in a plain variable, say; register what holds it"
+        )
     return ""
 
 
@@ -163,18 +168,18 @@ def _verdict(report: Report) -> RenderableType:
     lines.append(Text(f"nodes: {report.settings.nodes}, {report.nodes}"))
     if reference.outcome.final:
         lines.append(Text(f"final {reference.outcome.final}"))
-    if any(trial.unseeded for trial in report.trials):
-        lines.append(
-            Text(
-                "rng: compared only where a step was done twice, as the script leaves a generator unseeded "
-                "(random, numpy or torch)"
-            )
-        )
+    if names := _unseeded(report):
+        told = ", ".join(sorted(names))
+        lines.append(Text(f"rng: {told} left unseeded by the script, so compared only where a step was done twice"))
     if not any(strike.restored for trial in report.trials for strike in trial.strikes):
         lines.append(Text("but no trial went on from a checkpoint, as far as the script tells: every run began anew"))
     if not reference.steps:
         lines.append(Text("the script keeps no ledger: only its final weights were compared"))
     return Group(*lines)
+
+
+def _unseeded(report: Report) -> frozenset[str]:
+    return frozenset[str]().union(*(trial.unseeded for trial in report.trials))
 
 
 def _count(number: int, word: str) -> str:

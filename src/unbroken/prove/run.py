@@ -178,7 +178,7 @@ class _Proof:
     def _judge(self, trial: Trial, reference: Reference) -> None:
         outcome = _outcome(trial.place)
         trial.difference = compare(reference.outcome, outcome, trial.strikes[0].step)
-        trial.unseeded = bool(unseeded(reference.outcome, outcome))
+        trial.unseeded = frozenset().union(*unseeded(reference.outcome, outcome).values())
         if trial.difference is None:
             return
         if trial.difference.before_fault:

@@ -73,8 +73,8 @@ class Trial:
     output: str = ""
     """The last lines of a job that did not come to its end."""
     difference: Difference | None = None
-    unseeded: bool = False
-    """True if the script leaves a random generator unseeded: see verdict.unseeded."""
+    unseeded: frozenset[str] = frozenset()
+    """Random generators that the script leaves unseeded: see verdict.unseeded."""
     nondeterministic: bool = False
     """True if two undisturbed runs differ from each other; found out only when this one differs."""
 

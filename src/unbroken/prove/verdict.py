@@ -52,6 +52,8 @@ class Difference:
     not_restored: tuple[str, ...] = ()
     """Parts of the state that were not as they had been saved, right after the restore of `restored_step`."""
     restored_step: int | None = None
+    """Of the last restore before the difference whose state can be held against what was saved; None if there is none.
+    If nothing is in `not_restored`, all that is registered was brought back."""
     before_fault: bool = False
     """True if the run had not been struck yet: two undisturbed runs of the script differ, and resuming is not to
     blame."""
@@ -93,7 +95,7 @@ def compare(reference: Outcome, trial: Outcome, struck_at: int | None = None) ->
     before_fault: set[int] = set()
     own_rng = unseeded(reference, trial)
     for (step, rank), lines in trial.ledger.items():
-        expected = _expected(reference, step, rank, lines[0] if rank in own_rng else None)
+        expected = _expected(reference, step, rank, lines[0], own_rng.get(rank, frozenset()))
         differing = [_differing(expected, line) for line in lines]
         _note(found, step, rank, set().union(*differing))
         if differing[0] and step < (struck_at or 0):
@@ -121,7 +123,7 @@ def _blame(difference: Difference, trial: Outcome) -> Difference:
             was = saved[key].state
             names = {name for name in was.keys() | event.state.keys() if was.get(name) != event.state.get(name)}
             parts.setdefault(event.step, set()).update(names)
-    at = max((step for step, names in parts.items() if names), default=None)
+    at = max((step for step, names in parts.items() if names), default=max(parts, default=None))
     return difference if at is None else replace(difference, not_restored=tuple(sorted(parts[at])), restored_step=at)
 
 
@@ -146,15 +148,24 @@ def _continues_inside(expected: Any, samples: Any) -> bool:
     return any(samples[: len(expected) - shift] == expected[shift:] for shift in shifts)
 
 
-def unseeded(reference: Outcome, trial: Outcome) -> tuple[int, ...]:
-    """Ranks on which two fresh starts disagree on the random state, because the script leaves a generator unseeded.
+def unseeded(reference: Outcome, trial: Outcome) -> dict[int, frozenset[str]]:
+    """By rank: generators on whose state two fresh starts disagree, because the script leaves them unseeded.
 
-    If nobody draws from it (Python's `random` in a script that only seeds torch), that changes nothing else. Their
-    random state can still be held against itself: a step that was done twice must have left the same one.
+    If nobody draws from one (Python's `random` in a script that only seeds torch), that changes nothing else. Its state
+    can still be held against itself: a step that was done twice must have left the same one. Ledgers that do not tell
+    the generators apart have one, `all`.
     """
     first = min((step for step, _ in reference.ledger), default=0)
     both = (key for key in trial.ledger if key[0] == first and key in reference.ledger)
-    return tuple(sorted(rank for step, rank in both if _rng(reference, step, rank) != _rng(trial, step, rank)))
+    found = {rank: _disagreeing(reference.ledger[step, rank][0], trial.ledger[step, rank][0]) for step, rank in both}
+    return {rank: names for rank, names in found.items() if names}
+
+
+def _disagreeing(one: Line, other: Line) -> frozenset[str]:
+    if one.generators is None or other.generators is None:
+        return frozenset() if one.rng == other.rng else frozenset({"all"})
+    names = one.generators.keys() | other.generators.keys()
+    return frozenset(name for name in names if one.generators.get(name) != other.generators.get(name))
 
 
 def compared(reference: Outcome) -> tuple[str, ...]:
@@ -165,19 +176,17 @@ def compared(reference: Outcome) -> tuple[str, ...]:
     return (*parts, *([FINAL] if reference.final else []))
 
 
-def _rng(outcome: Outcome, step: int, rank: int) -> str | None:
-    return outcome.ledger[step, rank][0].rng
-
-
-def _expected(reference: Outcome, step: int, rank: int, own: Line | None) -> Line | None:
-    """The reference's line; with the random state of `own`, if that is given."""
+def _expected(reference: Outcome, step: int, rank: int, own: Line, unseeded: frozenset[str]) -> Line | None:
+    """The reference's line; with the state of the generators that are `unseeded` as in `own`."""
     expected = reference.ledger[step, rank][0] if (step, rank) in reference.ledger else None
-    if expected is None or own is None:
+    if expected is None or not unseeded:
         return expected
-    state = expected.state
+    state, generators = expected.state, expected.generators
     if state is not None and own.state is not None and "rng" in own.state:
         state = {**state, "rng": own.state["rng"]}
-    return msgspec.structs.replace(expected, rng=own.rng, state=state)
+    if generators is not None and own.generators is not None:
+        generators = {**generators, **{name: own.generators[name] for name in unseeded & own.generators.keys()}}
+    return msgspec.structs.replace(expected, rng=own.rng, state=state, generators=generators)
 
 
 def _differing(expected: Line | None, line: Line) -> set[str]:
@@ -185,6 +194,8 @@ def _differing(expected: Line | None, line: Line) -> set[str]:
     if expected is None:
         return {EXTRA}
     parts = {part for part in LINE_PARTS if getattr(expected, part) != getattr(line, part)}
+    if expected.generators is not None and line.generators is not None and expected.generators != line.generators:
+        parts.add("rng")
     if expected.state is not None and line.state is not None:
         names = expected.state.keys() | line.state.keys()
         parts |= {name for name in names if expected.state.get(name) != line.state.get(name)}
