@@ -98,8 +98,10 @@ def saved_again(recorder: Recorder, root: Path, world_size: int) -> int:
     return since
 
 
-def disk_full(nth: int, reached: list[bool], again: bool = False) -> Story:
-    """The second save fails at its `nth` call that uses space; `reached` tells if there was one.
+def disk_full(nth: int, reached: list[int], again: bool = False) -> Story:
+    """The second save fails at its `nth` call that uses space; `reached` gets the place of it, if there was one.
+
+    Cuts begin there: what comes before is a save like any other.
 
     again  save the step again afterwards, with room
     """
@@ -107,14 +109,13 @@ def disk_full(nth: int, reached: list[bool], again: bool = False) -> Story:
     def story(recorder: Recorder, root: Path, world_size: int) -> int:
         _saved(recorder, root, world_size, [1], Keep(last=1))
         job = start(root, world_size, Keep(last=1), recorder)
-        since = recorder.quiet()
         left = [nth]
 
         def full(call: Call) -> OSError | None:
             left[0] -= call.kind in USES_SPACE
             if left[0] != 0 or call.kind not in USES_SPACE:
                 return None
-            reached.append(True)
+            reached.append(len(recorder.trace))
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         recorder.fail = full
@@ -123,7 +124,8 @@ def disk_full(nth: int, reached: list[bool], again: bool = False) -> Story:
         if again:
             job.save(2, attempt=1)
         job.close()
-        return since
+        end = recorder.quiet()
+        return reached[0] if reached else end
 
     return story
 

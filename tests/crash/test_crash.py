@@ -75,7 +75,7 @@ def full_disks(base: Path, world_size: int, again: bool) -> int:
     """Fail each call of a save once; returns how many calls there were."""
     judge = Judge(base / "judge", world_size)
     for nth in range(1, 100):
-        reached: list[bool] = []
+        reached: list[int] = []
         recording = stories.play(stories.disk_full(nth, reached, again), base / "story", world_size)
         if not reached:
             return nth - 1
