@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from crash.filesystem import Cuts, FileSystem
+from crash.filesystem import Cuts, FileSystem, digest
 from crash.judge import Judge
 from crash.orders import Moment
 
@@ -47,7 +47,7 @@ def judged(moments: Iterable[Moment], judge: Judge, at_least: int = 1, every: Cu
     seen = set()
     for moment in moments:
         for tree in moment.system.crashes(few_cuts, every):
-            key = (frozenset(tree.items()), moment.promised)
+            key = (digest(tree), moment.promised)
             if key not in seen:
                 seen.add(key)
                 yield judge.verdict(tree, moment.promised, at_least)

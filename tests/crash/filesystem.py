@@ -36,6 +36,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+import xxhash
+
 from crash.recorder import Call
 
 BLOCK = 4096
@@ -202,6 +204,15 @@ class FileSystem:
     def _require(self, holds: bool, call: Call) -> None:
         if not holds:
             raise LookupError(f"{call} would fail")
+
+
+def digest(tree: Tree) -> bytes:
+    """Equal for equal trees, in little room: there are hundreds of thousands."""
+    state = xxhash.xxh3_128()
+    for path, content in sorted(tree.items()):
+        state.update(f"{path}\0{-1 if content is None else len(content)}\0".encode())
+        state.update(content or b"")
+    return state.digest()
 
 
 def survivors(file: File, cuts: Cuts) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crash.filesystem import Tree
+from crash.filesystem import Tree, digest
 from crash.lives import RUN, Live, start, state_of
 from unbroken import generations
 from unbroken.candidates import candidates, find_tip, saved_for, saved_tensors
@@ -38,7 +38,7 @@ class Judge:
         promised  the newest step whose save was reported as committed, None before the first
         at_least  how many checkpoints must be there, if any was promised
         """
-        key = (frozenset(tree.items()), promised, at_least)
+        key = (digest(tree), promised, at_least)
         if key not in self.judged:
             self.judged[key] = self._verdict(tree, promised, at_least)
         return self.judged[key]
@@ -54,7 +54,7 @@ class Judge:
         if promised is not None and len(found) < at_least:
             return f"{at_least} checkpoints were to be kept, but steps {found} are there"
         # What lies in files that no manifest names cannot matter for what comes next: only their names do.
-        names = frozenset((path, data if path.endswith(".json") else None) for path, data in tree.items())
+        names = digest({path: data if path.endswith(".json") else None for path, data in tree.items()})
         if names not in self.went_on:
             self.went_on[names] = go_on(root, self.world_size, found[0] if found else None, self.atomic)
         return self.went_on[names]
