@@ -45,6 +45,8 @@ _BASES: tuple[tuple[type, str], ...] = (
 _RESUMABLE, _LOADERS = "drain_samples", "unbroken.data"
 """What a class has that is a loader with an exact position, and where ours are. They are not imported here."""
 _MOST_VISITED = 20_000
+_not_users: set[str] = set()
+"""Names of modules that were installed: thousands, which need not be looked at again."""
 _OUTPUT = re.compile(r"_(\d+|_*|i+|oh|ih|dh|exit_code)|In|Out")
 """Names under which a notebook keeps what a cell gave: nobody knows a variable by them."""
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
@@ -172,10 +174,12 @@ def _variables(frame: FrameType | None, modules: dict[str, dict[str, Any]]) -> I
 def _users_modules() -> dict[str, dict[str, Any]]:
     """The globals of the script and of the user's own modules."""
     modules = {"__main__": namespace(sys.modules.get("__main__"))}
-    for name, module in sorted(sys.modules.copy().items(), key=lambda entry: entry[0]):
-        names = namespace(module)
+    for name in sorted(sys.modules.keys() - _not_users):
+        names = namespace(sys.modules.get(name))
         if is_users_module(name, names):
             modules.setdefault(name, names)
+        elif "__file__" in names:
+            _not_users.add(name)
     return modules
 
 
