@@ -13,14 +13,14 @@ SOURCE = Path(unbroken.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"cluster"},
+    {"cluster", "faultpoints"},
     {"layout", "image", "store", "state", "data"},
     {"manifest", "policy"},
-    {"generations", "snapshot", "environment", "preemption", "meeting"},
+    {"generations", "snapshot", "environment", "preemption", "meeting", "values", "coverage"},
     {"retention"},
     {"candidates", "commit", "reading", "ledger", "directory"},
-    {"recovery", "writer", "saves"},
-    {"session"},
+    {"recovery", "writer", "saves", "verification", "comparison"},
+    {"session", "pruning"},
     {"checkpointer"},
     {"integrations", "prove"},
     {"cli"},
@@ -31,6 +31,7 @@ KNOW_NOTHING_OF = {
     "image": {"cluster", "state", "store", "data", "layout"},
     "store": {"cluster", "state", "image", "data", "layout", "torch"},
     "state": {"cluster", "store", "image", "data", "layout"},
+    "coverage": {"cluster", "store", "image", "data", "layout"},
     "data": {"cluster", "store", "image", "state", "layout"},
 }
 

@@ -51,9 +51,19 @@ def state(rank: int, step: int) -> Captured:
     captured.tensors["rng/torch"] = LiveTensor(
         torch.full((10,), (rank + step) % 256, dtype=torch.uint8), replicated=False
     )
-    captured.values["scheduler"] = {"last_epoch": step}
-    captured.values["rng"] = {"of_rank": rank}
+    captured.values["scheduler"] = {"kind": "object", "state": {"last_epoch": step}}
+    captured.values["rng"] = {"kind": "generator", "sort": "global", "state": rng_state(rank)}
     return captured
+
+
+def rng_state(rank: int) -> dict:
+    """As `state.rng` encodes it, with one tensor in place of three."""
+    words = {"$": "array", "name": "rng/torch", "dtype": "|u1", "shape": [10], "order": "C"}
+    return {
+        "python": {"version": 3, "internal": words, "gauss_next": None},
+        "numpy": {"bit_generator": "MT19937", "state": {"key": words, "pos": rank}, "has_gauss": 0, "gauss": 0.0},
+        "torch": {"$": "tensor", "name": "rng/torch", "device": "cpu"},
+    }
 
 
 def save_all(ranks: list[Session], step: int, attempt: int = 0, make=state) -> list:

@@ -13,12 +13,29 @@ from dataclasses import dataclass, field
 from unbroken.errors import DamagedCheckpoint, NewerFormat
 from unbroken.generations import Generation, read_newest
 from unbroken.image.header import dtype_of
-from unbroken.manifest import MANIFEST, MOST_BYTES, Manifest, TensorRecord, decode, parse_step_directory
+from unbroken.manifest import MANIFEST, MOST_BYTES, FileRecord, Manifest, TensorRecord, decode, parse_step_directory
 from unbroken.retention import MANIFEST_NAME
 from unbroken.state.captured import SavedTensor
 from unbroken.store.local import LocalStore
+from unbroken.values import check_values
 
-_OF_GENERATION = re.compile(r"g(\d{4,})-rank-")
+_OF_GENERATION = re.compile(r"g([0-9]{4,9})-rank-")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a manifest lies, whole or not."""
+
+    step: int
+    micro_step: int
+    directory: str
+    name: str
+    """`manifest.json`, or `manifest.g0001.json` if a newer generation moved it aside."""
+
+    @property
+    def path(self) -> str:
+        """Inside the run directory."""
+        return f"{self.directory}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +49,8 @@ class Candidate:
     """None if it cannot be used."""
     problem: str = ""
     """Why not."""
+    name: str = MANIFEST
+    """Of the manifest in its directory."""
     data: bytes = field(default=b"", repr=False)
     """The manifest's bytes as they lie on disk."""
 
@@ -87,36 +106,64 @@ def candidates(store: LocalStore, tip: Generation | None) -> Iterator[Candidate]
     Directories without a manifest were never committed and are passed over in silence, as are checkpoints of an
     abandoned history. Manifests are read one by one, as the caller asks. Raises NewerFormat.
     """
+    for place in manifest_places(store):
+        candidate = _read_candidate(store, place)
+        if candidate.manifest is None or tip is None or tip.reaches(candidate.manifest.where):
+            yield candidate
+
+
+def manifest_places(store: LocalStore) -> Iterator[Place]:
+    """Every manifest in the run directory, of any history, newest step first."""
     steps = [(place, name) for name in store.list("") if (place := parse_step_directory(name)) is not None]
-    for place, directory in sorted(steps, reverse=True):
-        # A manifest that was moved aside by a newer generation may be the one on our lineage (commit._move_aside).
-        for name in sorted(filter(MANIFEST_NAME.fullmatch, store.list(directory)), key=lambda name: name != MANIFEST):
-            candidate = _read_candidate(store, directory, name, place)
-            if candidate.manifest is None or tip is None or tip.reaches(candidate.manifest.where):
-                yield candidate
+    for (step, micro_step), directory in sorted(steps, reverse=True):
+        # One that was moved aside by a newer generation may be the one on our lineage (commit._move_aside).
+        names = sorted(filter(MANIFEST_NAME.fullmatch, store.list(directory)), key=_age)
+        for name in names:
+            yield Place(step, micro_step, directory, name)
 
 
-def _read_candidate(store: LocalStore, directory: str, name: str, place: tuple[int, int]) -> Candidate:
-    what = f"{directory}/{name}"
+def _age(name: str) -> tuple[bool, int, str]:
+    """Sorts `manifest.json` first, and those that were moved aside by falling generation."""
+    match = MANIFEST_NAME.fullmatch(name)
+    assert match is not None
+    return (name != MANIFEST, -int(match[1] or 0), name)
+
+
+def read_manifest(store: LocalStore, place: Place) -> tuple[Manifest, bytes]:
+    """A manifest that may be trusted, and its bytes. Raises DamagedCheckpoint, OSError, NewerFormat."""
     try:
-        data = store.read(what, MOST_BYTES)
-        manifest = decode(data, what)
-        if (manifest.step, manifest.micro_step) != place:
-            raise DamagedCheckpoint(f"{what} is the manifest of step {manifest.step}; was the directory renamed?")
-        _check_sizes(store, directory, manifest)
+        data = store.read(place.path, MOST_BYTES)
+    except (ValueError, EOFError) as error:
+        raise DamagedCheckpoint(f"{place.path} cannot be read: {error}") from error
+    manifest = decode(data, place.path)
+    if (manifest.step, manifest.micro_step) != (place.step, place.micro_step):
+        raise DamagedCheckpoint(f"{place.path} is the manifest of step {manifest.step}; was the directory renamed?")
+    check_values(manifest, place.path)
+    return manifest, data
+
+
+def _read_candidate(store: LocalStore, place: Place) -> Candidate:
+    where = (place.directory, place.step, place.micro_step)
+    try:
+        manifest, data = read_manifest(store, place)
+        for file in manifest.files:
+            problem = size_problem(store, place.directory, file)
+            if problem:
+                raise DamagedCheckpoint(problem)
     except NewerFormat:
         raise
-    except (DamagedCheckpoint, OSError, ValueError, EOFError) as error:
-        return Candidate(directory, *place, None, str(error))
-    return Candidate(directory, *place, manifest, data=data)
+    except (DamagedCheckpoint, OSError) as error:
+        return Candidate(*where, None, str(error), name=place.name)
+    return Candidate(*where, manifest, data=data, name=place.name)
 
 
-def _check_sizes(store: LocalStore, directory: str, manifest: Manifest) -> None:
-    for file in manifest.files:
-        size = store.size(f"{directory}/{file.name}")
-        if size != file.size:
-            found = "is missing" if size is None else f"has {size} bytes instead of {file.size}"
-            raise DamagedCheckpoint(f"{directory}/{file.name} {found}")
+def size_problem(store: LocalStore, directory: str, file: FileRecord) -> str:
+    """What is wrong with a file of a checkpoint as far as its size tells; empty if nothing is. Raises OSError."""
+    size = store.size(f"{directory}/{file.name}")
+    if size == file.size:
+        return ""
+    found = "is missing" if size is None else f"has {size} bytes instead of {file.size}"
+    return f"{directory}/{file.name} {found}"
 
 
 def saved_for(manifest: Manifest, rank: int, world_size: int) -> tuple[dict[str, TensorRecord], dict[str, object]]:

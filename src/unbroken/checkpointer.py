@@ -23,10 +23,11 @@ from types import TracebackType
 from typing import Any, Literal
 
 from unbroken.cluster import rank_and_world_size
+from unbroken.coverage.coverage import Coverage
 from unbroken.directory import run_directory
 from unbroken.environment import describe_environment, differences
 from unbroken.errors import DeadlineExceeded, Preempted, UnbrokenError, UsageError
-from unbroken.ledger import Ledger, open_ledger
+from unbroken.ledger import Ledger, expect_ledger, open_ledger
 from unbroken.manifest import Manifest
 from unbroken.policy import Every, Keep, Schedule
 from unbroken.preemption import Notice
@@ -71,6 +72,8 @@ class Checkpointer:
     keep   how many checkpoints stay; None keeps all
     on_error  what a failed save does to training: "warn" logs it and the next save tries again, "raise" raises
            SaveFailed from `step`, `wait` or `close`
+    strict    what looks like training state and is not in `state` is told once, at the first save. True: as the error
+              NotCovered, before anything is written. False: as a warning
     deadline_s        how long ranks wait for each other when they agree on something, in seconds
     write_deadline_s  how long a rank may take to write or read its part, in seconds
 
@@ -86,6 +89,7 @@ class Checkpointer:
         every: Every | Literal["auto"] | None = None,
         keep: Keep | None = Keep(last=3),  # noqa: B008  # frozen
         on_error: Literal["warn", "raise"] = "warn",
+        strict: bool = False,
         deadline_s: float = 60.0,
         write_deadline_s: float = 1800.0,
     ) -> None:
@@ -98,7 +102,11 @@ class Checkpointer:
         self._root = run_directory(path)
         self._state = State(state)
         self._state.watch()
-        self._loaders = [loader for loader in state.values() if hasattr(loader, "drain_samples")]
+        self._coverage = Coverage(state)
+        self._coverage.look()
+        self._strict = strict
+        self._objects = dict(state)
+        expect_ledger()
         self._every = every
         self._schedule = Schedule(every)
         self._settings = Settings(keep, deadline_s, write_deadline_s)
@@ -151,6 +159,10 @@ class Checkpointer:
         restored = self._go_on_from(session, recovered)
         session.begin(recovered.manifest, self._global_step)
         self._begin(session)
+        self._coverage.look()
+        self._open_ledger()
+        if restored is not None and self._ledger is not None:
+            self._ledger.note("restored", self._global_step, self._micro_step)
         return restored
 
     def step(self, *, loss: Any = None, accumulating: bool = False) -> None:
@@ -166,8 +178,8 @@ class Checkpointer:
 
         Raises Preempted (a SystemExit) on every rank at the same step, after a save, when any rank got SIGTERM or
         SIGUSR1; HistoryExists at the first save if the directory holds checkpoints that were not restored;
-        UnsupportedValue or UsageError at the first save if the state cannot be stored; with on_error="raise"
-        SaveFailed.
+        UnsupportedValue or UsageError at the first save if the state cannot be stored, NotCovered there with
+        strict=True; with on_error="raise" SaveFailed.
         """
         if accumulating:
             self._micro_step += 1
@@ -177,7 +189,9 @@ class Checkpointer:
         self._global_step += 1
         self._micro_step = 0
         self._stepped = True
-        self._keep_ledger(loss)
+        self._open_ledger()
+        if self._ledger is not None:
+            self._ledger.write(self._global_step, loss)
         self._hear_outcomes()
         if self._on_error == "raise" and self._saves.failure is not None:
             raise self._saves.failure
@@ -264,6 +278,7 @@ class Checkpointer:
         session = self._session or self._begin_without_restore()
         began = time.monotonic()
         try:
+            self._coverage.check(strict=self._strict, loud=session.cluster.rank == 0)
             captured = self._state.capture(accumulating=self._micro_step > 0)
         except Exception as error:
             session.save(save, None, f"{type(error).__name__}: {error}")
@@ -272,6 +287,8 @@ class Checkpointer:
                 raise
             return
         self._captured_once = True
+        if self._ledger is not None:
+            self._ledger.note("saved", self._global_step, self._micro_step)
         session.save(save, captured)
         self._schedule.saved(time.monotonic() - began)
 
@@ -314,23 +331,16 @@ class Checkpointer:
         self._end(abandon=False)
         raise Preempted(self._global_step, reason)
 
-    def _keep_ledger(self, loss: Any) -> None:
-        if not self._ledger_opened:
-            self._open_ledger()
-        if self._ledger is not None:
-            samples = (
-                [sample for loader in self._loaders for sample in loader.drain_samples()] if self._loaders else None
-            )
-            self._ledger.write(self._global_step, loss, samples, self._state)
-
     def _open_ledger(self) -> None:
+        if self._ledger_opened:
+            return
         self._ledger_opened = True
         session = self._session
         if session is not None and session.generation is not None:
             cluster, number = session.cluster, session.generation.number
-            self._ledger = open_ledger(cluster.rank, cluster.world_size, number)
+            self._ledger = open_ledger(cluster.rank, cluster.world_size, number, self._state, self._objects)
         else:
-            self._ledger = open_ledger(*rank_and_world_size(), generation=0)
+            self._ledger = open_ledger(*rank_and_world_size(), 0, self._state, self._objects)
 
     def _hear_outcomes(self) -> None:
         """Tell what became of earlier saves. Costs a look at an empty queue when there is nothing to tell."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from unbroken import faultpoints
 from unbroken.cluster import Channel
 from unbroken.errors import DamagedCheckpoint, PeerFailed, SaveFailed, TakenOver, UnbrokenError
 from unbroken.generations import Generation, newest_number
@@ -168,6 +169,7 @@ class Coordinator:
             try:
                 outcome = self._run(save)
                 self.channel.post(f"{save.phase}/outcome", msgspec.json.encode(outcome))
+                faultpoints.reach("told")
                 if outcome.committed and self.keep is not None:
                     sweep(self.store, self.generation, self.keep)
                 self._forget(save)
@@ -199,7 +201,9 @@ class Coordinator:
         manifest = self._manifest(save, votes)
         data = encode(manifest)
         decode(data, f"{save.directory}/{MANIFEST}")  # what we would refuse to read must not be written
+        faultpoints.reach("all voted")
         self._publish(save, data)
+        faultpoints.reach("published")
         nbytes = sum(file.size for file in manifest.files)
         seconds = time.monotonic() - began
         log.info("committed %s: %d ranks, %.1f MB in %.2f s", save, self.channel.world_size, nbytes / 1e6, seconds)

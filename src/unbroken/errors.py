@@ -35,6 +35,15 @@ class HistoryExists(UsageError):
     """The directory holds checkpoints and the job never called `restore()`: saving would start a second history."""
 
 
+class NotCovered(UsageError):
+    """With `strict=True`: something looks like training state and is not registered, so no checkpoint would have it."""
+
+    def __init__(self, text: str, names: tuple[str, ...] = ()) -> None:
+        super().__init__(text)
+        self.names = names
+        """What it is, each as in the text; there they may be cut short."""
+
+
 class DirectoryProblem(UnbrokenError, OSError):
     """The run directory cannot be used: not writable, not a directory, or not the same one on every rank."""
 

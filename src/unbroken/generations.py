@@ -15,14 +15,14 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from unbroken.errors import DamagedCheckpoint, UnbrokenError
-from unbroken.manifest import Manifest, Origin, parse_step_directory, seal, unseal
+from unbroken.errors import DamagedCheckpoint, DirectoryProblem, UnbrokenError
+from unbroken.manifest import MOST_GENERATION, Manifest, Origin, check_lineage, parse_step_directory, seal, unseal
 from unbroken.store.local import LocalStore
 
 DIRECTORY = "generations"
 MOST_BYTES = 16 << 20
-_NAME = re.compile(r"(\d{4,})\.json")
-_FILE = re.compile(r"g(\d{4,})-rank-")
+_NAME = re.compile(r"([0-9]{4,9})\.json")
+_FILE = re.compile(r"g([0-9]{4,9})-rank-")
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 def newest_number(store: LocalStore) -> int:
     """The highest generation number in the directory, damaged records included; 0 if there is none."""
-    return max(_numbers(store), default=0)
+    return max(recorded_numbers(store), default=0)
 
 
 def read_newest(store: LocalStore) -> tuple[Generation | None, list[str]]:
@@ -59,7 +59,7 @@ def read_newest(store: LocalStore) -> tuple[Generation | None, list[str]]:
     Raises NewerFormat.
     """
     damaged: list[str] = []
-    for number in sorted(_numbers(store), reverse=True):
+    for number in sorted(recorded_numbers(store), reverse=True):
         try:
             return read(store, number), damaged
         except DamagedCheckpoint as error:
@@ -69,12 +69,13 @@ def read_newest(store: LocalStore) -> tuple[Generation | None, list[str]]:
 
 def read(store: LocalStore, number: int) -> Generation:
     """One generation's record. Raises DamagedCheckpoint, NewerFormat."""
-    name = _record_name(number)
+    name = record_name(number)
     try:
         generation = msgspec.json.decode(unseal(store.read(name, MOST_BYTES), name), type=Generation)
+        check_lineage(generation.number, generation.lineage)
     except UnbrokenError:
         raise
-    except (OSError, ValueError, EOFError) as error:  # msgspec's errors are ValueErrors
+    except (OSError, ValueError, EOFError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise DamagedCheckpoint(f"{name} cannot be read: {error}") from error
     if generation.number != number:
         raise DamagedCheckpoint(f"{name} says it is generation {generation.number}")
@@ -85,8 +86,11 @@ def begin(store: LocalStore, restored: Manifest | None, world_size: int) -> Gene
     """Create the next generation. Durable when this returns. Raises OSError if the directory cannot be written."""
     lineage: Sequence[Origin] = [restored.where, *restored.lineage] if restored else []
     while True:
+        number = highest_seen(store) + 1
+        if number > MOST_GENERATION:
+            raise DirectoryProblem(f"{store.root} holds generation {number - 1}, which no job has begun: remove it")
         generation = Generation(
-            number=highest_seen(store) + 1,
+            number=number,
             lineage=list(lineage),
             world_size=world_size,
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -94,7 +98,7 @@ def begin(store: LocalStore, restored: Manifest | None, world_size: int) -> Gene
             pid=os.getpid(),
         )
         try:
-            store.publish(_record_name(generation.number), seal(msgspec.json.encode(generation)))
+            store.publish(record_name(generation.number), seal(msgspec.json.encode(generation)))
         except FileExistsError:
             continue  # another start was faster; it has a lower number and will find itself fenced
         return generation
@@ -114,10 +118,12 @@ def highest_seen(store: LocalStore) -> int:
     return max([newest_number(store), *(int(match[1]) for match in files if match)])
 
 
-def _record_name(number: int) -> str:
+def record_name(number: int) -> str:
+    """Of a generation's record, inside the run directory."""
     return f"{DIRECTORY}/{number:04d}.json"
 
 
-def _numbers(store: LocalStore) -> list[int]:
+def recorded_numbers(store: LocalStore) -> set[int]:
+    """The numbers of all generations that have a record, whole or not."""
     matches = (_NAME.fullmatch(name) for name in store.list(DIRECTORY))
-    return [int(match[1]) for match in matches if match]
+    return {int(match[1]) for match in matches if match}

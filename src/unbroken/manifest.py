@@ -10,6 +10,7 @@ later to read or to allocate. No code runs and no path outside the run directory
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -25,9 +26,17 @@ VERSION = 1
 MANIFEST = "manifest.json"
 MOST_BYTES = 1 << 30
 """A manifest larger than this is refused before it is read."""
+MOST_BLOCK_BYTES = 1 << 30
+"""A block is read whole before any of its bytes is used."""
+MOST = (1 << 63) - 1
+"""The largest number of anything that is counted: larger ones overflow in what reads them."""
+MOST_DIMENSIONS = 60
+"""NumPy's limit is 64; torch's is not higher."""
+MOST_GENERATION = 999_999_999
+"""A directory that holds a higher number was not written by us, and would leave none for the next start."""
 
-_FILE_NAME = re.compile(r"g\d{4,}-rank-\d{5,}(?:-\d+)?\.safetensors")
-_STEP_DIRECTORY = re.compile(r"step-(\d+)(?:\.(\d+))?")
+_FILE_NAME = re.compile(r"g([0-9]{4,9})-rank-([0-9]{5,19})(?:-[0-9]{1,19})?\.safetensors")
+_STEP_DIRECTORY = re.compile(r"step-([0-9]{1,19})(?:\.([0-9]{1,19}))?")
 
 
 class PieceRecord(msgspec.Struct, frozen=True):
@@ -146,7 +155,9 @@ def parse_step_directory(name: str) -> tuple[int, int] | None:
     if match is None:
         return None
     step, micro_step = int(match[1]), int(match[2] or 0)
-    return (step, micro_step) if step_directory(step, micro_step) == name else None
+    if max(step, micro_step) > MOST or step_directory(step, micro_step) != name:
+        return None
+    return step, micro_step
 
 
 def seal(body: bytes) -> bytes:
@@ -170,6 +181,9 @@ def unseal(data: bytes, what: str) -> bytes:
     body = bytes(envelope.body)
     if digest_text(body) != envelope.digest:
         raise DamagedCheckpoint(f"{what} does not match its digest")
+    # The digest covers the body only: what stands around it must be exactly what `seal` writes.
+    if envelope.version != VERSION or seal(body) != data:
+        raise DamagedCheckpoint(f"{what} was changed outside of what its digest covers")
     return body
 
 
@@ -194,12 +208,14 @@ def decode(data: bytes, what: str) -> Manifest:
 
 def _check(manifest: Manifest) -> None:
     """Raise ValueError for a manifest that no save writes. One pass over everything that is later trusted."""
-    if min(manifest.step, manifest.micro_step, manifest.generation) < 0 or manifest.world_size < 1:
+    counts = (manifest.step, manifest.micro_step, manifest.generation, manifest.world_size)
+    if min(counts) < 0 or max(counts) > MOST or manifest.world_size < 1 or manifest.generation > MOST_GENERATION:
         raise ValueError("step, generation or world size is out of range")
+    check_lineage(manifest.generation, manifest.lineage)
     if len(manifest.rank_tensors) != manifest.world_size:
         raise ValueError(f"{len(manifest.rank_tensors)} ranks' tensors for a world size of {manifest.world_size}")
     for file in manifest.files:
-        _check_file(file)
+        _check_file(file, manifest)
     if len({file.name for file in manifest.files}) != len(manifest.files):
         raise ValueError("a file is listed twice")
     for tensors in (manifest.tensors, *manifest.rank_tensors):
@@ -207,10 +223,24 @@ def _check(manifest: Manifest) -> None:
             _check_tensor(name, tensor, manifest.files)
 
 
-def _check_file(file: FileRecord) -> None:
-    if not _FILE_NAME.fullmatch(file.name):
-        raise ValueError(f"{file.name!r} is no name of a checkpoint's file")
-    if file.size < 0 or file.block_bytes < 1:
+def check_lineage(generation: int, lineage: list[Origin]) -> None:
+    """Raise ValueError for a lineage that no generation of this number has: forebears are older, nearest first."""
+    younger = generation
+    for origin in lineage:
+        if not 0 <= origin.generation < younger or min(origin.step, origin.micro_step) < 0:
+            raise ValueError(f"generation {generation} cannot come from generation {origin.generation}")
+        if max(origin.step, origin.micro_step) > MOST:
+            raise ValueError(f"generation {generation} comes from a step that is out of range")
+        younger = origin.generation
+
+
+def _check_file(file: FileRecord, manifest: Manifest) -> None:
+    match = _FILE_NAME.fullmatch(file.name)
+    if match is None:
+        raise ValueError(f"{file.name[:80]!r} is no name of a checkpoint's file")
+    if int(match[1]) != manifest.generation or int(match[2]) >= manifest.world_size:
+        raise ValueError(f"{file.name} is no file of generation {manifest.generation} and {manifest.world_size} ranks")
+    if not 0 <= file.size <= MOST or not 1 <= file.block_bytes <= MOST_BLOCK_BYTES:
         raise ValueError(f"{file.name} has an impossible size")
     if len(file.blocks) != HEX_CHARS * -(-file.size // file.block_bytes):
         raise ValueError(f"{file.name} has {file.size} bytes but digests for another number of blocks")
@@ -219,8 +249,11 @@ def _check_file(file: FileRecord) -> None:
 def _check_tensor(name: str, tensor: TensorRecord, files: list[FileRecord]) -> None:
     itemsize = dtype_of(tensor.dtype).itemsize
     shape = tuple(tensor.shape)
-    if any(length < 0 for length in shape):
-        raise ValueError(f"tensor {name!r} has a negative length")
+    if len(shape) > MOST_DIMENSIONS or any(length < 0 for length in shape):
+        raise ValueError(f"tensor {name!r} has a negative length or {len(shape)} dimensions")
+    # An empty tensor has no bytes to bound its other lengths by.
+    if math.prod(max(length, 1) for length in shape) * itemsize > MOST:
+        raise ValueError(f"tensor {name!r} is too large for any machine")
     covered = 0
     for piece in tensor.pieces:
         box = box_of(piece, shape)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from unbroken import faultpoints
 from unbroken.errors import DamagedCheckpoint
 from unbroken.image.digest import HEX_CHARS, digest_block
 from unbroken.image.header import dtype_of
@@ -53,6 +54,7 @@ def read_tensors(
         file = manifest.files[index]
         for group in _group(sorted(wanted, key=lambda item: item.piece.begin)):
             _read_group(store, directory, file, group)
+            faultpoints.reach("reading")
 
 
 def _group(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from unbroken import faultpoints
 from unbroken.candidates import Candidate, candidates, find_tip, first_manifest, saved_for, saved_tensors
 from unbroken.cluster import Channel, Message
 from unbroken.errors import DamagedCheckpoint, NoUsableCheckpoint, StateMismatch, UnbrokenError
@@ -126,16 +127,19 @@ def _try(
     restoration = channel.agree(
         f"{phase}/fits", lambda: state.prepare(saved_tensors(records), values, strict=strict), deadlines_s[0]
     )
+    faultpoints.reach("announced")
     own = ""
     try:
         read_tensors(store, directory, manifest, records, restoration.targets)
     except DamagedCheckpoint as error:
         own = str(error)
     answers = channel.exchange(f"{phase}/read", Message(error=own), deadlines_s[1])
+    faultpoints.reach("read")
     damaged = list(dict.fromkeys(answer.error for answer in answers if answer.error))
     if damaged:
         return _list(damaged)
     channel.agree(f"{phase}/filled", _guarded(restoration.finish), deadlines_s[1])
+    faultpoints.reach("filled")
     return restoration
 
 

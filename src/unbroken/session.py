@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from unbroken import generations
+from unbroken import faultpoints, generations
 from unbroken.candidates import first_manifest
 from unbroken.cluster import Channel, Cluster, connect
 from unbroken.commit import CommonPlan, Coordinator, Details, Entered, Outcome, SaveId
@@ -138,12 +138,15 @@ class Session:
 
     def _create_generation(self, restored: Manifest | None) -> bytes:
         try:
-            return msgspec.json.encode(generations.begin(self.store, restored, self.cluster.world_size))
+            begun = generations.begin(self.store, restored, self.cluster.world_size)
         except OSError as error:
             raise DirectoryProblem(
                 f"cannot write to {self.store.root}/{generations.DIRECTORY}: {error.strerror or error}; "
                 "make it writable, make room, or give another path"
             ) from error
+        if restored is not None:
+            faultpoints.reach("begun")
+        return msgspec.json.encode(begun)
 
     def save(self, save: SaveId, captured: Captured | None, error: str = "") -> None:
         """Snapshot `captured` and let the threads do the rest. Returns when the live state may change again.
@@ -152,6 +155,8 @@ class Session:
         The outcome comes through `outcomes`. Raises PeerFailed if rank 0 is gone.
         """
         assert self._writer is not None, "begin comes first"
+        faultpoints.saving(save.step)
+        faultpoints.reach("entered")
         arena = self._writer.take_arena(self.settings.write_deadline_s) if captured is not None else None
         if captured is not None and arena is None:
             error = f"earlier saves are still being written after {self.settings.write_deadline_s:g} s"
@@ -171,7 +176,9 @@ class Session:
             return
         self._newest_bytes = plan.layout.size
         agreed = self._digest_agreement(captured)
-        self._writer.submit(Job(save, take(captured, plan, arena), agreed=agreed))
+        snapshot = take(captured, plan, arena)
+        faultpoints.reach("copied")
+        self._writer.submit(Job(save, snapshot, agreed=agreed))
 
     def _plan_for(self, save: SaveId, captured: Captured) -> Plan:
         """The plan of this structure: the one we have, or a new one made together with all ranks."""

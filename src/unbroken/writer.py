@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from unbroken import faultpoints
 from unbroken.cluster import CONNECT_S, Channel
 from unbroken.commit import Outcome, SaveId, Vote
 from unbroken.errors import SaveFailed, UnbrokenError
@@ -107,7 +108,9 @@ class Writer:
         name = job.save.file_name(self.generation, self.channel.rank)
         path = f"{job.save.directory}/{name}"
         vote = self._write(job, name, path)
+        faultpoints.reach("written")
         self.channel.post(f"{job.save.phase}/vote/{self.channel.rank}", msgspec.json.encode(vote))
+        faultpoints.reach("voted")
         # Without rank 0 there is no coordinator, and no outcome would ever come.
         if self.channel.wait_all([f"{job.save.phase}/entered/0"], self.deadline_s):
             raise SaveFailed(not_entered_by_rank_0(job.save, self.deadline_s))

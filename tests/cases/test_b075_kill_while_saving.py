@@ -1,7 +1,7 @@
 """B075: saving was not atomic; a kill in the middle left a file that ends too early, and the next load failed.
 
 Right: whenever the process is killed, the newest committed checkpoint loads, and a partial one is never picked. One
-process saves in a loop and is killed fifty times at random moments; each start restores what the last one committed.
+process saves in a loop and is killed thirty times at random moments; each start restores what the last one committed.
 Also B079 (two files renamed in turn mixed two steps): all values of a checkpoint are of one step.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 import unbroken
 
-KILLS = 50
+KILLS = 30
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -30,23 +30,23 @@ def test_the_newest_committed_checkpoint_always_loads_and_is_of_one_step(tmp_pat
     moments = random.Random(75)
     reached = 0
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    for _ in range(KILLS // 10):
-        reached = kill_ten_times(tmp_path, environment, moments, reached)
+    for _ in range(2):
+        reached = kill_again_and_again(tmp_path, environment, moments, reached)
     assert reached > KILLS, "the runs went on, one after another"
 
 
-def kill_ten_times(path: Path, environment: dict[str, str], moments: random.Random, reached: int) -> int:
+def kill_again_and_again(path: Path, environment: dict[str, str], moments: random.Random, reached: int) -> int:
     """Starting Python takes longer than a hundred saves: one process imports torch, and its forks are killed."""
     server = subprocess.Popen(
         [sys.executable, "-c", FORKS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
-        for _ in range(10):
+        for _ in range(KILLS // 2):
             server.stdin.write(f"{path}\n")
             server.stdin.flush()
             pid, step = map(int, server.stdout.readline().split())
             assert step >= reached, f"restored step {step} after step {reached} had been committed"
-            time.sleep(moments.uniform(0.0, 0.08))  # the random moment, not a wait for something
+            time.sleep(moments.uniform(0.0, 0.3))  # the random moment, not a wait; the first save takes half of it
             os.kill(pid, signal.SIGKILL)
             server.stdout.readline()
             reached = newest_step(path)

@@ -1,6 +1,6 @@
 """B145: the checkpoint was written inside the signal handler, sometimes in the middle of backward; sometimes never.
 
-Right: the handler sets a flag, the save comes at the end of the step. SIGUSR1 is sent fifty times at random moments of
+Right: the handler sets a flag, the save comes at the end of the step. SIGUSR1 is sent twenty times at random moments of
 a backward pass, and every resumed run ends like the straight one. B151: the signal reaches one rank only, and all
 ranks save the same step and leave.
 """
@@ -19,10 +19,10 @@ import unbroken
 from toy import make_job, train
 
 MODULE = "cases.test_b145_signal_in_backward"
-STEPS = 240
+STEPS = 96
 
 
-def test_fifty_signals_at_random_moments_change_nothing(tmp_path):
+def test_twenty_signals_at_random_moments_change_nothing(tmp_path):
     straight = train(make_job(tmp_path / "straight", 0, 1), STEPS)
     straight.ckpt.close()
     moments = random.Random(145)
@@ -41,7 +41,7 @@ def test_fifty_signals_at_random_moments_change_nothing(tmp_path):
             assert left.step >= at
         assert {step: straight.losses[step] for step in job.losses} == job.losses
         done = job.ckpt.global_step
-    assert signals >= 50
+    assert signals >= 20
     assert job.weights() == straight.weights()
 
 

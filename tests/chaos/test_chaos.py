@@ -1,7 +1,8 @@
 """`ckpt-chaos`, a fault harness by others, on our example: it kills the job at each change of a file and compares.
 
-`make chaos` runs all of its modes on one rank and on either of two. Its events are Python's audit events, so it tears
-only files that `torch.save`, safetensors or `open()` write, and it knows no directory fsync; `tests/crash` does. It
+`make chaos` runs all of its modes on one rank and on either of two; it starts the job twice for each point, so its
+short twin in the default run is `tests/crash`. Its events are Python's audit events, so it tears only
+files that `torch.save`, safetensors or `open()` write, and it knows no directory fsync; `tests/crash` does. It
 marks as PLAN DRIFT every point at a temporary file, whose name is a random number in each run.
 """
 
@@ -55,6 +56,7 @@ def run(work: Path, modes: str, ranks: int, crash_rank: int, most: int) -> Count
     return Counter(point["point"][1] for point in struck)
 
 
+@pytest.mark.slow
 def test_a_kill_in_a_save_loses_nothing_by_the_verdict_of_ckpt_chaos(tmp_path):
     assert run(tmp_path, "unsynced", ranks=1, crash_rank=0, most=2) == {"unsynced": 2}
 

@@ -127,7 +127,7 @@ def test_show_prints_the_whole_manifest_for_machines(run):
 
 def test_a_step_that_is_not_there_is_wrong_use_and_lists_those_that_are(run):
     cut_a_tensor_file(run, 4)
-    with pytest.raises(unbroken.UsageError, match=r"step 4 in .* cannot be shown: .* bytes instead of"):
+    with pytest.raises(unbroken.UsageError, match=r"step 4 in .* cannot be used: .* bytes instead of"):
         raise call("show", run, "--step", "4").exception
     with pytest.raises(unbroken.UsageError, match=r"holds no checkpoint of step 3; it holds steps 2$"):
         raise call("show", run, "--step", "3").exception

@@ -23,6 +23,7 @@ PROVE = [sys.executable, "-m", "unbroken.cli.main", "prove"]
     [
         (["--faults", "rank,fire", "--", FAKE], "give some of rank, node, all"),
         (["--faults", ",", "--", FAKE], "give some of rank, node, all"),
+        (["--trial", "4", "--trials", "3", "--", FAKE], "there are only 3"),
         (["--", "python", FAKE], "give the script alone"),
         (["--", "torchrun", FAKE], "give the script alone"),
         (["--", "no/such/script.py"], "there is no such script"),
@@ -35,13 +36,29 @@ def test_wrong_use_is_told_before_anything_runs(arguments, message):
 
 
 def test_a_fail_exits_with_one_and_gives_the_command_that_repeats_it(tmp_path):
-    arguments = ["--nproc", "1", "--faults", "rank", "--seed", "3", "--json", "--", FAKE, "--forget", "optimizer"]
+    arguments = [
+        "--nproc",
+        "1",
+        "--faults",
+        "rank",
+        "--trials",
+        "2",
+        "--seed",
+        "3",
+        "--json",
+        "--",
+        FAKE,
+        "--forget",
+        "optimizer",
+    ]
     first = subprocess.run([*PROVE, "--dir", tmp_path / "1", *arguments], capture_output=True, text=True, timeout=120)
     assert first.returncode == 1, first.stderr
     found = json.loads(first.stdout)
     assert found["verdict"] == "FAIL"
     trial = found["trials"][-1]
-    assert trial["repeat"] == f"unbroken prove --nodes 1 --nproc 1 --faults rank --seed 3 --trial 1 -- {FAKE} " + (
+    assert trial[
+        "repeat"
+    ] == f"unbroken prove --nodes 1 --nproc 1 --faults rank --trials 2 --seed 3 --trial 1 -- {FAKE} " + (
         "--forget optimizer"
     )
     assert trial["difference"]["step"] == trial["faults"][0]["restored"] + 1

@@ -35,7 +35,11 @@ def state_of(rank: int, step: int) -> Captured:
     """What `rank` saves at `step`: something all ranks share, something of its own, values."""
     shared = torch.arange(6.0) * (step + 1)
     own = torch.full((3,), 16 * rank + step, dtype=torch.uint8)
-    captured = Captured(values={"scheduler": {"last_epoch": step}, "rng": {"of_rank": rank}})
+    values = {
+        "scheduler": {"kind": "object", "state": {"last_epoch": step}},
+        "own": {"kind": "object", "state": {"of_rank": rank}},
+    }
+    captured = Captured(values=values)
     captured.tensors["model/w"] = LiveTensor(shared, replicated=True)
     captured.tensors["rng/torch"] = LiveTensor(own, replicated=False)
     return captured

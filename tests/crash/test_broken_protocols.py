@@ -12,7 +12,7 @@ from crash import stories
 from crash.explore import EMPTY, judged
 from crash.judge import Judge
 from crash.orders import in_order
-from unbroken import retention
+from unbroken import generations, retention
 from unbroken.retention import MANIFEST_NAME
 from unbroken.store import local
 from unbroken.store.local import LocalStore
@@ -89,12 +89,13 @@ def test_a_manifest_that_is_written_in_place_is_found_cut(base, monkeypatch):
 
 
 def test_retention_that_deletes_data_before_the_manifest_leaves_a_damaged_checkpoint(base, monkeypatch):
-    def data_first(store: LocalStore, directory: str) -> None:
-        for name in sorted(store.list(directory), key=lambda name: bool(MANIFEST_NAME.fullmatch(name))):
-            store.delete(f"{directory}/{name}")
-        store.delete_directory(directory)
+    def data_first(store: LocalStore, kept: retention.Kept) -> list[str]:
+        for name in sorted(store.list(kept.directory), key=lambda name: bool(MANIFEST_NAME.fullmatch(name))):
+            store.delete(f"{kept.directory}/{name}")
+        store.delete_directory(kept.directory)
+        return []
 
-    monkeypatch.setattr(retention, "_delete_checkpoint", data_first)
+    monkeypatch.setattr(retention, "delete_checkpoint", data_first)
     assert shows(base, stories.keeping(1), "step-1 is damaged: step-1/g0001-rank-00000.safetensors is missing")
 
 
@@ -108,7 +109,8 @@ def test_retention_that_deletes_before_the_commit_loses_the_last_good_checkpoint
 
     def delete_first(store: LocalStore, name: str, data: bytes) -> None:
         if name.startswith("step-2/"):
-            retention._delete_checkpoint(store, "step-1")
+            for kept in retention.look(store, generations.read(store, generations.newest_number(store))).checkpoints:
+                retention.delete_checkpoint(store, kept)
         publish(store, name, data)
 
     monkeypatch.setattr(LocalStore, "publish", delete_first)
@@ -118,5 +120,5 @@ def test_retention_that_deletes_before_the_commit_loses_the_last_good_checkpoint
 @pytest.mark.parametrize("left", ["generations/.tmp-", "generations/.probe-"])
 def test_a_temporary_file_that_nobody_sweeps_is_reported(base, monkeypatch, left):
     """A start of the job that was killed left a probe or a temporary record behind for ever."""
-    monkeypatch.setattr(retention, "_delete_leftovers_of_starts", lambda _store, _current: None)
+    monkeypatch.setattr(retention, "_leftovers_of_starts", lambda _store, _current: [])
     assert shows(base, stories.first_save, left)

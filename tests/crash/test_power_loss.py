@@ -51,6 +51,7 @@ def cut(kind: str, directory: Path, cuts: int, seed: int, driver: tuple[str, ...
         text=True,
         timeout=60 + 30 * cuts,
         check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     print(done.stdout)
     mounts, loops = Path("/proc/mounts").read_text(), subprocess.run(["losetup", "-a"], capture_output=True, text=True)

@@ -84,6 +84,7 @@ def test_the_kernel_saw_the_calls_that_were_recorded_and_no_others(tmp_path):
         text=True,
         timeout=240,
         check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     if "ptrace" in done.stderr and "Operation not permitted" in done.stderr:
         pytest.skip("this machine forbids ptrace")

@@ -20,6 +20,7 @@ parser.add_argument("--every", type=int, default=4)
 parser.add_argument("--forget", choices=["samples", "rng", "optimizer"])
 parser.add_argument("--hang", action="store_true")
 parser.add_argument("--fail", action="store_true")
+parser.add_argument("--drift", action="store_true", help="the last step depends on the time")
 parser.add_argument("--broken", action="store_true", help="fail at once, undisturbed too")
 parser.add_argument("--no-ledger", action="store_true")
 parser.add_argument("--silent", action="store_true", help="print neither `restored` nor `final`")
@@ -70,6 +71,8 @@ while state["step"] < args.steps:
     state["cursor"] += 1
     state["momentum"] = 0.9 * state["momentum"] + rng.random() * state["cursor"]
     state["weight"] -= 0.01 * state["momentum"]
+    if args.drift and state["step"] == args.steps:
+        state["weight"] += time.time()
     step = state["step"]
     if ledger:
         line = {"step": step, "rank": rank, "world": world, "samples": [state["cursor"]], "rng": digest(rng.getstate())}

@@ -1,15 +1,18 @@
 """Finding and ending a proof's processes: those of sessions of their own too, and never anybody else's."""
 
 import os
+import random
 import secrets
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from unbroken.prove.faults import Fault, strike
+from unbroken.prove.faults import Fault
 from unbroken.prove.nodes import LoopbackNode
 from unbroken.prove.processes import MARKER, NODE, kill_marked, marked, workers
+from unbroken.prove.strike import strike
 
 # Says that it runs, with its process ids, and waits until its input ends.
 WAIT = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
@@ -83,7 +86,8 @@ def test_a_worker_is_told_from_what_it_forked(family):
 def test_a_fault_kills_what_it_says(family, kind, victim, dead):
     for rank, node in ((0, 0), (1, 1), (2, 1)):
         family.start(**{"RANK": str(rank), NODE: str(node)})
-    assert strike(Fault(kind, victim, 0, 0.0), [LoopbackNode(index, family.marker) for index in (0, 1)], family.marker)
+    nodes = [LoopbackNode(index, family.marker) for index in (0, 1)]
+    assert strike(Fault(kind, victim, 0, 0.0), nodes, family.marker, Path(), random.Random(0)) is not None
     for rank in dead:
         assert family.processes[rank].wait(30) == -9  # the kernel needs a moment to end it
     living = {int(process.environment["RANK"]) for process in marked(family.marker)}
@@ -93,6 +97,15 @@ def test_a_fault_kills_what_it_says(family, kind, victim, dead):
 def test_a_fault_that_finds_nobody_has_not_struck(family):
     family.start(RANK="0", **{NODE: "0"})
     nodes = [LoopbackNode(index, family.marker) for index in (0, 1)]
-    assert not strike(Fault("rank", 1, 0, 0.0), nodes, family.marker)
-    assert not strike(Fault("node", 1, 0, 0.0), nodes, family.marker)
+    for kind in ("rank", "node", "sigterm"):
+        assert strike(Fault(kind, 1, 0, 0.0), nodes, family.marker, Path(), random.Random(0)) is None
     assert len(marked(family.marker)) == 1
+
+
+def test_a_preempted_worker_alone_gets_the_signal(family):
+    for rank in (0, 1):
+        family.start(**{"RANK": str(rank), NODE: "0"})
+    nodes = [LoopbackNode(0, family.marker)]
+    assert strike(Fault("sigterm", 1, 0, 0.0), nodes, family.marker, Path(), random.Random(0)) is not None
+    assert family.processes[1].wait(30) == -15
+    assert family.processes[0].poll() is None

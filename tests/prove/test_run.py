@@ -13,7 +13,7 @@ FAKE = str(Path(__file__).with_name("fake_training.py"))
 STEPS, EVERY = 24, 4
 
 
-def run(directory, *arguments, kinds=("rank",), nodes=1, nproc=2, trials=(1,), deadline_s=60.0, seed=0, tell=None):
+def run(directory, *arguments, kinds=("rank",), nodes=1, nproc=2, trials=1, deadline_s=60.0, seed=0, tell=None):
     command = Command((FAKE, "--steps", str(STEPS), "--every", str(EVERY), *arguments), nproc)
     settings = Settings(command, nodes, kinds, trials, seed, directory, deadline_s, grace_s=1.0)
     return prove(settings, tell or (lambda _: None))
@@ -33,7 +33,7 @@ def still_running(directory):
 
 
 def test_a_script_that_resumes_exactly_passes_every_kind_of_fault(tmp_path):
-    report = run(tmp_path, kinds=("rank", "node", "all"), nodes=2, nproc=2, trials=(1, 2, 3))
+    report = run(tmp_path, kinds=("rank", "node", "all"), nodes=2, nproc=2, trials=3)
     assert report.passed, [trial.difference or trial.problem for trial in report.trials]
     assert report.compared == ("samples", "rng", "loss", "model", "optimizer", "final")
     assert report.reference.steps == STEPS
@@ -53,6 +53,40 @@ def test_a_script_that_forgets_a_part_of_its_state_fails_and_the_part_is_named(t
     assert forgotten in (*trial.difference.parts, *trial.difference.later)
     assert not trial.difference.before_fault
     assert still_running(tmp_path) == []
+
+
+def test_a_script_that_does_not_repeat_itself_is_not_blamed_on_resuming(tmp_path):
+    report = run(tmp_path, "--drift", nproc=1)
+    assert not report.passed
+    assert report.trials[0].nondeterministic
+    assert (tmp_path / "undisturbed-again").is_dir() or report.trials[0].difference.before_fault
+
+
+def test_a_script_that_repeats_itself_and_differs_after_a_fault_is_blamed(tmp_path):
+    report = run(tmp_path, "--forget", "rng", nproc=1)
+    assert not report.trials[0].nondeterministic
+    assert (tmp_path / "undisturbed-again").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["save", "restore", "disk-full"])
+def test_faults_inside_a_checkpointer_are_wrong_use_where_there_is_none(tmp_path, kind):
+    with pytest.raises(UsageError, match=f"--faults {kind}: they strike inside"):
+        run(tmp_path, kinds=("rank", kind), nproc=1)
+
+
+def test_a_script_without_a_checkpointer_meets_the_faults_that_it_can_meet(tmp_path):
+    report = run(tmp_path, kinds=(), nproc=1)
+    assert report.passed
+    assert list(report.kinds) == ["rank", "node", "all", "sigterm"]
+
+
+@pytest.mark.parametrize("kind", ["bit-flip", "truncate"])
+def test_damage_that_a_script_does_not_notice_is_found(tmp_path, kind):
+    """It reads the file that was written last, whatever became of it."""
+    report = run(tmp_path, kinds=(kind,), nproc=1)
+    (strike,) = report.trials[0].strikes
+    assert strike.how.startswith("bit ") or " cut to " in strike.how
+    assert not report.passed
 
 
 def test_a_job_that_hangs_after_a_fault_fails_and_nothing_stays_behind(tmp_path):

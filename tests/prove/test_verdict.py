@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unbroken.prove.ledger import Line
+from unbroken.prove.ledger import Event, Line
 from unbroken.prove.verdict import Outcome, compare, compared, unseeded
 
 STEPS, WORLD = 12, 2
@@ -42,7 +42,7 @@ def test_a_run_that_did_steps_twice_and_alike_is_equal():
     assert compare(run(), replayed(4, 9), struck_at=9) is None
 
 
-PARTS = {"loss": "0x1.8p+1", "samples": [0], "rng": "other", "world": 3}
+PARTS = {"loss": "0x1.8p+1", "samples": [99], "rng": "other", "world": 3}
 
 
 @given(st.integers(2, STEPS), st.integers(0, WORLD - 1), st.sampled_from(sorted(PARTS)))
@@ -123,7 +123,7 @@ def with_own_rng(outcome, rank):
 
 def test_an_unseeded_generator_that_changes_nothing_is_no_difference():
     trial = with_own_rng(replayed(4, 9), 1)
-    assert unseeded(run(), trial) == (1,)
+    assert unseeded(run(), trial) == {1: {"all"}}
     assert compare(run(), trial, struck_at=9) is None
 
 
@@ -134,7 +134,7 @@ def test_an_unseeded_generator_that_was_not_restored_is_found_where_a_step_was_d
 
 
 def test_a_seeded_generator_that_was_not_restored_is_found():
-    assert unseeded(run(), altered(replayed(4, 9), 4, 1, rng="drawn anew")) == ()
+    assert unseeded(run(), altered(replayed(4, 9), 4, 1, rng="drawn anew")) == {}
     assert compare(run(), altered(replayed(4, 9), 4, 1, rng="drawn anew")).parts == ("rng",)
 
 
@@ -149,3 +149,80 @@ def test_what_was_compared_is_what_the_undisturbed_run_tells():
     assert compared(run()) == ("samples", "rng", "loss", "model", "optimizer", "final")
     assert compared(Outcome({(1, 0): [Line(1, 0, 1, loss="0x1p+0")]}, None)) == ("loss",)
     assert compared(Outcome({}, None)) == ()
+
+
+def with_events(outcome, *events):
+    return replace(outcome, events=[Event(kind, step, micro, rank, state) for kind, step, micro, rank, state in events])
+
+
+STATE = {"model": "m", "optimizer": "o", "sched": "s"}
+
+
+def test_what_a_restore_did_not_bring_back_is_named():
+    trial = altered(replayed(4, 9), 4, 1, loss="0x0p+0")
+    trial = with_events(trial, ("saved", 3, 0, 1, STATE), ("restored", 3, 0, 1, {**STATE, "sched": "anew"}))
+    difference = compare(run(), trial, struck_at=9)
+    assert (difference.not_restored, difference.restored_step) == (("sched",), 3)
+    assert str(difference).endswith("right after the restore of step 3, sched was not as it had been saved")
+
+
+def test_a_restore_that_changed_nothing_in_the_end_is_no_difference():
+    """What the state was at a save may differ from what it was at the step: an evaluation may lie between them."""
+    trial = with_events(replayed(4, 9), ("saved", 3, 0, 1, STATE), ("restored", 3, 0, 1, {**STATE, "sched": "anew"}))
+    assert compare(run(), trial, struck_at=9) is None
+
+
+def test_a_restore_after_the_difference_is_not_blamed():
+    trial = altered(replayed(4, 9), 4, 1, loss="0x0p+0")
+    trial = with_events(trial, ("saved", 8, 0, 1, STATE), ("restored", 8, 0, 1, {**STATE, "sched": "anew"}))
+    assert compare(run(), trial, struck_at=9).not_restored == ()
+
+
+def test_a_restore_is_held_against_the_save_of_its_own_rank_and_micro_step():
+    trial = altered(replayed(4, 9), 4, 1, loss="0x0p+0")
+    saved = [("saved", 3, 0, 0, {**STATE, "model": "zero"}), ("saved", 3, 1, 1, {**STATE, "model": "inside"})]
+    trial = with_events(trial, *saved, ("saved", 3, 0, 1, STATE), ("restored", 3, 0, 1, STATE))
+    assert compare(run(), trial, struck_at=9).not_restored == ()
+
+
+def test_final_weights_that_differ_after_a_forgotten_object_are_explained():
+    trial = with_events(replace(run(), final="beef"), ("saved", 12, 0, 0, STATE), ("restored", 12, 0, 0, {}))
+    assert "model; optimizer; sched were not as" in str(compare(run(), trial, struck_at=12))
+
+
+@pytest.mark.parametrize(
+    ("samples", "lost"),
+    [
+        ([3, 4], True),  # the second half of the window, and nothing more
+        ([3, 4, 5, 6], True),  # the second half, and then the next window's samples
+        ([1, 2], False),
+        ([5, 6, 7, 8], False),  # samples were left out, not a window's first half
+        ([2, 1, 4, 3], False),
+        (None, False),
+    ],
+)
+def test_a_window_that_was_begun_in_its_middle_is_told_from_lost_samples(samples, lost):
+    reference = altered(run(), 4, 1, samples=[1, 2, 3, 4])
+    difference = compare(
+        reference, altered(altered(replayed(4, 9), 4, 1, 0, samples=[1, 2, 3, 4]), 4, 1, samples=samples)
+    )
+    assert difference.parts == (("accumulation", "samples") if lost else ("samples",))
+
+
+def with_generators(outcome, python):
+    """As ledgers tell each generator; `python` is unseeded and differs from start to start."""
+    for (step, rank), lines in outcome.ledger.items():
+        told = {"python": f"{python}{step}", "torch": f"t{step}{rank}"}
+        lines[:] = [msgspec.structs.replace(each, rng=f"{python}{step}", generators=told) for each in lines]
+    return outcome
+
+
+def test_a_generator_that_is_seeded_is_compared_though_another_is_not():
+    """A script that seeds torch alone, and again after the restore, was only said to differ in its loss."""
+    reference = with_generators(run(), "a")
+    trial = with_generators(replayed(4, 9), "b")
+    assert unseeded(reference, trial) == {0: {"python"}, 1: {"python"}}
+    assert compare(reference, trial, struck_at=9) is None
+    seeded_again = {"python": "b10", "torch": "anew"}
+    difference = compare(reference, altered(trial, 10, 1, generators=seeded_again, loss="0x0p+0"), struck_at=9)
+    assert (difference.step, difference.parts, difference.ranks) == (10, ("rng", "loss"), (1,))

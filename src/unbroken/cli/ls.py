@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.table import Table
 
-from unbroken.cli.output import print_json, printable, size_text, stdout
-from unbroken.cli.run import Entry, entries, open_run, step_text
+from unbroken.cli.output import path_text, print_json, printable, size_text, stdout, table_of
+from unbroken.cli.run import Entry, JsonOption, RunArgument, entries, open_run, step_text
 
 
-def ls(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
+def ls(run: RunArgument, as_json: JsonOption = False) -> None:
     """List the checkpoints of a run, newest first.
 
     \b
@@ -26,7 +22,7 @@ def ls(
     The state is "good" (the newest good one is what the next start restores), "abandoned" (its history was left when
     a job went on from an older step), "unfinished" (never committed, or being written now) or "damaged".
 
-    It reads manifests and looks at the sizes of files; it does not check the bytes of tensors.
+    It reads manifests and looks at the sizes of files; it does not check the bytes of tensors: `unbroken verify` does.
 
     \b
     Exit codes: 0 good; 1 a checkpoint is damaged; 2 wrong use, or RUN is no run
@@ -36,7 +32,7 @@ def ls(
     if as_json:
         print_json(
             {
-                "run": str(run),
+                "run": path_text(run),
                 "generation": tip.number if tip else None,
                 "checkpoints": [_entry_json(entry) for entry in found],
             }
@@ -48,7 +44,7 @@ def ls(
             if entry.problem:
                 console.print(f"{entry.directory}: {printable(entry.problem)}", soft_wrap=True)
     else:
-        stdout().print(f"{run} holds no checkpoint", soft_wrap=True)
+        stdout().print(f"{path_text(run)} holds no checkpoint", soft_wrap=True)
     if any(entry.problem for entry in found):
         raise typer.Exit(1)
 
@@ -80,9 +76,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
 
 
 def _table(found: list[Entry]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("step", "generation", "world size", "size", "age", "state"):
-        table.add_column(title, justify="left" if title == "state" else "right")
+    table = table_of("step", "generation", "world size", "size", "age", "state", left=("state",))
     now = datetime.now(UTC)
     for entry in found:
         manifest = entry.manifest

@@ -2,32 +2,75 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import msgspec
 from rich.console import Console
+from rich.table import Table
+
+NARROWEST = 60
+"""Columns. A narrower terminal breaks our lines; a table squeezed into it would lose its text."""
+CLOSED_PIPE = 141
+"""Exit code if the reader of our output went away (`| head`): what a shell says of a process that SIGPIPE ended."""
+
+
+class _Console(Console):
+    """Ends the command quietly if nobody reads on."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        leave_closed_pipe()
 
 
 def stdout() -> Console:
     """For results. Plain where it is no terminal or NO_COLOR is set; 80 columns wide where nothing tells."""
-    return Console(highlight=False, markup=False, emoji=False)
+    return _at_least_narrowest(_Console(highlight=False, markup=False, emoji=False))
 
 
 def stderr() -> Console:
     """For everything that is no result."""
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+    return _at_least_narrowest(_Console(stderr=True, highlight=False, markup=False, emoji=False))
+
+
+def _at_least_narrowest(console: Console) -> Console:
+    if console.width < NARROWEST:
+        console.width = NARROWEST
+    return console
+
+
+def leave_closed_pipe() -> NoReturn:
+    """End the command; nothing more can be written, also not by Python as it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(CLOSED_PIPE)
+
+
+def table_of(*titles: str, left: tuple[str, ...] = ()) -> Table:
+    """An empty table. Numbers stand to the right; columns named in `left` hold text, which is never cut."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(title, justify="left" if title in left else "right", overflow="fold")
+    return table
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave_closed_pipe()
 
 
 def printable(text: str) -> str:
     """`text` without what could steer a terminal: a hostile name may hold escape sequences."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def path_text(path: Path) -> str:
+    """A path for people and for JSON; bytes in it that are no UTF-8 are spelled out."""
+    return printable(str(path))
 
 
 def size_text(count: int) -> str:

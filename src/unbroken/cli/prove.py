@@ -17,7 +17,7 @@ import typer
 
 from unbroken.cli.output import print_json, stderr, stdout
 from unbroken.errors import UsageError
-from unbroken.prove.faults import KINDS
+from unbroken.prove.faults import DEFAULT, KINDS
 from unbroken.prove.launch import OUT, Command
 from unbroken.prove.report import RepeatCommand, print_report, report_json
 from unbroken.prove.run import Report, Settings
@@ -28,7 +28,13 @@ def prove(
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT", show_default=False)],
     nodes: Annotated[int, typer.Option(min=1, help="Nodes to simulate.")] = 1,
     nproc: Annotated[int, typer.Option(min=1, help="Workers per node.")] = 2,
-    faults: Annotated[str, typer.Option(help=f"Kinds of faults, with commas: {', '.join(KINDS)}.")] = "rank,node,all",
+    faults: Annotated[
+        str,
+        typer.Option(
+            help=f"Kinds of faults, with commas, or `every`: {', '.join(KINDS)}.  [default: {', '.join(DEFAULT)}]",
+            show_default=False,
+        ),
+    ] = "",
     trials: Annotated[int, typer.Option(min=1, help="Disturbed runs; each has one to three faults.")] = 10,
     seed: Annotated[int, typer.Option(help="Decides which faults strike when.")] = 0,
     trial: Annotated[int | None, typer.Option(min=1, help="Run only this one of the trials.")] = None,
@@ -41,8 +47,8 @@ def prove(
 ) -> None:
     """Prove that a training script resumes bit for bit.
 
-    Runs SCRIPT under torchrun, first undisturbed; then, per trial, kills workers or nodes at random moments, starts
-    the job again until it ends, and compares every loss, sample, random state and weight with the undisturbed run.
+    Runs SCRIPT under torchrun, first undisturbed; then, per trial, strikes it at random moments, starts the job again
+    until it ends, and compares every loss, sample, random state and weight with the undisturbed run.
 
     Each run gets a run directory of its own: it replaces {out} in the arguments, and every Checkpointer uses it
     whatever its script says. With several nodes, as root and with iproute2, nodes are network namespaces; otherwise
@@ -53,24 +59,34 @@ def prove(
       unbroken prove --nodes 2 --nproc 2 --faults node --trials 3 -- \\
         train.py --out {out} --steps 60
 
-    It does not check another world size, faults of the disk or of the network, or anything on a machine other than
-    this one. A script whose undisturbed runs already differ from each other fails: that is no fault of resuming, but
-    nothing could show that it resumes exactly.
+    Faults: rank, node and all are killed without notice; save and restore kill a worker at a point inside one, every
+    trial at another; sigterm preempts; disk-full fails one save; bit-flip and truncate damage the newest checkpoint
+    after everything was killed. Each chosen kind strikes at least once; a trial has one to three faults, or more if
+    there are more kinds than trials. save, restore and disk-full need a script that saves with a Checkpointer.
+
+    A script that keeps the ledger (every Checkpointer does) is compared step by step, and a FAIL names the parts that
+    differ and what was not brought back; one that only prints `final <sha256>` is compared by that line.
+
+    It does not check another world size, faults of the network, or anything on a machine other than this one. A script
+    whose undisturbed runs already differ from each other fails, and is told so: nothing could show that it resumes
+    exactly.
 
     \b
     Exit codes: 0 PASS; 1 FAIL (the first step that differs, what differs, and how
     to repeat the trial are shown); 2 wrong use, or the script fails undisturbed.
     """
-    kinds = _kinds(faults)
+    kinds = _kinds(faults) if faults else []
     command = Command(_checked(script), nproc)
-    numbers = [trial] if trial is not None else list(range(1, trials + 1))
+    if trial is not None and trial > trials:
+        raise UsageError(f"--trial {trial}: there are only {trials}, see --trials")
     kept = directory.absolute() if directory is not None else None
     root = kept or Path(tempfile.mkdtemp(prefix="unbroken-prove-"))
-    settings = Settings(command, nodes, kinds, numbers, seed, root, deadline, loopback=loopback)
+    settings = Settings(command, nodes, kinds, trials, seed, root, deadline, trial, loopback=loopback)
     console = stderr()
 
     def repeat(number: int) -> str:
-        options = f"--nodes {nodes} --nproc {nproc} --faults {','.join(kinds)} --seed {seed} --trial {number}"
+        faults = f"--faults {','.join(report.kinds)} --trials {trials} --seed {seed} --trial {number}"
+        options = f"--nodes {nodes} --nproc {nproc} {faults}"
         return f"unbroken prove {options}{' --loopback' if loopback else ''} -- {shlex.join(script)}"
 
     with _ended_in_order(), console.status("starting") as status:
@@ -100,6 +116,8 @@ def _show(report: Report, repeat: RepeatCommand, as_json: bool) -> None:
 
 def _kinds(faults: str) -> list[str]:
     kinds = list(dict.fromkeys(kind.strip() for kind in faults.split(",") if kind.strip()))
+    if kinds == ["every"]:
+        return list(KINDS)
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         choices = "; ".join(f"{kind}: {text}" for kind, text in KINDS.items())

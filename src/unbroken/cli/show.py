@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -12,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from unbroken.cli.output import print_json, printable, size_text, stdout
-from unbroken.cli.run import choose, open_run, step_text
+from unbroken.cli.output import print_json, printable, size_text, stdout, table_of
+from unbroken.cli.run import JsonOption, RunArgument, choose, complete_step, open_run, step_text
 from unbroken.image.header import dtype_of
 from unbroken.manifest import Manifest, TensorRecord
 
@@ -22,11 +21,13 @@ MOST_VALUE_CHARS = 300
 
 
 def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)],
+    run: RunArgument,
     step: Annotated[
-        str | None, typer.Option(help="Show this step.  [default: the newest that can be restored]")
+        str | None,
+        typer.Option(help="Show this step.  [default: the newest that can be restored]", autocompletion=complete_step),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole manifest as JSON.")] = False,
+    generation: Annotated[int | None, typer.Option(help="Of this start of the job, if several saved the step.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what a checkpoint holds: tensors, values, what each rank has of its own, and the environment.
 
@@ -34,12 +35,13 @@ def show(
     Example:
       unbroken show runs/gpt --step 40
 
-    Only the manifest is read: numbers inside tensors are neither shown nor checked.
+    Only the manifest is read: numbers inside tensors are neither shown nor checked. --json prints all of it.
 
     \b
     Exit codes: 0 good; 2 wrong use, or there is no such checkpoint.
     """
-    manifest = choose(open_run(run), step)
+    manifest = choose(open_run(run), step, generation).manifest
+    assert manifest is not None, "choose takes none without"
     if as_json:
         print_json(manifest)
         return
@@ -81,11 +83,7 @@ def _print_tensors(title: str, tensors: Mapping[str, TensorRecord], console: Con
     if not tensors:
         return
     sizes = {name: math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize for name, tensor in tensors.items()}
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("name", overflow="fold")
-    table.add_column("dtype")
-    table.add_column("shape", overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
+    table = table_of("name", "dtype", "shape", "size", left=("name", "dtype", "shape"))
     for name, tensor in tensors.items():
         table.add_row(printable(name), tensor.dtype, str(tensor.shape), size_text(sizes[name]))
     console.print(f"\n{title}: {len(tensors)}, {size_text(sum(sizes.values()))}", style="bold")

@@ -56,7 +56,7 @@ def build_header(entries: Sequence[Entry], data_begin: int) -> bytes:
     """
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for entry in entries:
-        name, shape = _as_stored(entry)
+        name, shape = stored_form(entry.dtype, entry.shape)
         described[entry.name] = {
             "dtype": name,
             "shape": shape,
@@ -79,10 +79,11 @@ def header_room(names_and_dims: Sequence[tuple[str, int]]) -> int:
     return -(-(LENGTH_BYTES + text) // PAGE_BYTES) * PAGE_BYTES
 
 
-def _as_stored(entry: Entry) -> tuple[str, list[int]]:
-    if entry.dtype in _NAMES:
-        return _NAMES[entry.dtype], list(entry.shape)
-    return "U8", [*entry.shape, entry.dtype.itemsize]
+def stored_form(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """The dtype's name and the shape under which a safetensors header lists a tensor."""
+    if dtype in _NAMES:
+        return _NAMES[dtype], list(shape)
+    return "U8", [*shape, dtype.itemsize]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

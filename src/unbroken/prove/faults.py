@@ -1,25 +1,36 @@
 """What strikes a job, when, and whom. The plan of a trial follows from the seed and the trial's number alone.
 
-A moment is told in the undisturbed run's own steps, not in seconds: so it means the same on a slower machine.
+A moment is told in the undisturbed run's own steps, not in seconds: so it means the same on a slower machine. Pure:
+`strike.py` carries a plan out.
 """
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from unbroken.prove.nodes import Node
-from unbroken.prove.processes import KILL_DEADLINE_S, kill, marked, workers
+from unbroken.faultpoints import BEGIN, COMMIT, RESTORE, SAVE
 
 KINDS = {
     "rank": "SIGKILL of one worker",
     "node": "every process of one node killed at once",
     "all": "every process of all nodes killed at once",
+    "save": "a worker killed inside a save; each trial takes another of its points",
+    "restore": "everything killed, then a worker killed while it restores",
+    "sigterm": "SIGTERM to one worker, as a scheduler preempts",
+    "disk-full": "no space for one save; everything killed a little later",
+    "bit-flip": "everything killed, and one bit of the newest checkpoint flipped",
+    "truncate": "everything killed, and a file of the newest checkpoint cut",
 }
+DEFAULT = ("rank", "node", "all", "save", "restore", "sigterm")
+"""What a training script meets whatever its disk does."""
 MORE_FAULTS = (0, 0, 0, 1, 1, 2)
 """How many more faults than one a trial has; drawn evenly."""
+INSIDE = ("save", "restore", "disk-full")
+"""Kinds that strike inside the job, at a point of faultpoints.py, and need a Checkpointer there."""
+SAVE_POINTS = (*SAVE, *COMMIT)
+RESTORE_POINTS = (*RESTORE, *BEGIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,51 +44,119 @@ class Fault:
     after_step: int
     """It strikes once some rank has done this step since the job was last started; 0: while the job starts."""
     delay: float
-    """And then waits this share of a step's time (of the start's time for `after_step` 0), from 0 to 1."""
+    """And then waits this share of a step's time (of the start's time for `after_step` 0)."""
+    point: str = ""
+    """Where inside the job, for kinds INSIDE."""
+    checkpoints: int = 0
+    """How many must have been committed before it may strike: there must be one to restore, or to fall back to."""
+    required: bool = True
+    """False if the trial says enough without it."""
 
     def __str__(self) -> str:
-        return self.kind if self.victim is None else f"{self.kind} {self.victim}"
+        victim = "" if self.victim is None else f" {self.victim}"
+        return f"{self.kind}{victim}" + (f", {self.point}" if self.point else "")
+
+    @property
+    def ends_the_job(self) -> bool:
+        """False for what a job is to survive by itself."""
+        return self.kind != "disk-full"
 
     def earlier(self) -> Fault:
         """The same fault long before: for a job that had ended when this one was to strike."""
         return replace(self, after_step=self.after_step // 4, delay=self.delay / 2)
 
 
-def plan_trial(seed: int, trial: int, kinds: Sequence[str], nodes: int, world_size: int, steps: int) -> list[Fault]:
-    """The faults of one trial, in the order in which they strike; at least one.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a plan needs to know of the job."""
 
-    trial  from 1; the first `len(kinds)` trials take one kind after another, in the middle third of the run
-    steps  of the undisturbed run; 0 if it keeps no ledger, and `delay` is then a share of its whole time
+    nodes: int
+    world_size: int
+    steps: int
+    """Of the undisturbed run; 0 if it keeps no ledger, and `delay` is then a share of its whole time."""
+
+
+def plan_trial(seed: int, trial: int, trials: int, kinds: Sequence[str], job: Job) -> list[Fault]:
+    """The faults of trial number `trial`, from 1, in the order in which they strike; at least one.
+
+    The kinds are dealt out to the `trials` trials, so that each strikes at least once, in the middle third of the run;
+    a trial that is dealt none, and the further faults of one that is dealt one, take kinds at random.
     """
     order = random.Random(f"order/{seed}").sample(list(kinds), len(kinds))
     draw = random.Random(f"trial/{seed}/{trial}")
-    first = order[trial - 1] if trial <= len(order) else draw.choice(kinds)
-    chosen = [first, *(draw.choice(kinds) for _ in range(draw.choice(MORE_FAULTS)))]
-    faults = [_draw(draw, kind, nodes, world_size, steps) for kind in chosen]
-    if trial <= len(order) and steps:
+    dealt = order[trial - 1 :: trials]
+    chosen = list(dealt) or [draw.choice(kinds)]
+    if len(chosen) == 1:
+        chosen += [draw.choice(kinds) for _ in range(draw.choice(MORE_FAULTS))]
+    faults: list[Fault] = []
+    for number, kind in enumerate(chosen):
         # A fault before the first checkpoint or after the last step says little: each kind strikes in the middle once.
-        faults[0] = replace(faults[0], after_step=draw.randint(steps // 3, max(steps // 3, 2 * steps // 3)))
+        middle = bool(number < len(dealt) and job.steps)
+        step = _middle(draw, job.steps) if middle else draw.randrange(max(1, job.steps))
+        planned = _MAKE.get(kind, _simple)(_Draw(draw, kind, step, trial + number, job))
+        further = number >= max(1, len(dealt))
+        faults += [replace(fault, required=fault.required and not further) for fault in planned]
     return faults
 
 
-def strike(fault: Fault, nodes: Sequence[Node], marker: str) -> bool:
-    """Kill what the fault kills; False if nothing of it is running (yet, or any more)."""
-    if fault.kind == "rank":
-        pid = workers(marked(marker)).get(fault.victim or 0)
-        kill([] if pid is None else [pid])
-        return pid is not None
-    struck = [node for node in nodes if fault.kind == "all" or node.index == fault.victim]
-    found = False
-    end = time.monotonic() + KILL_DEADLINE_S
-    # Again until nothing is left: what was being forked during the first sweep belongs to the lost node too.
-    while pids := [pid for node in struck for pid in node.pids()]:
-        found = True
-        kill(pids)
-        if time.monotonic() > end:
-            break  # Job.end kills the rest, and raises if it cannot
-    return found
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """What the faults of one kind are drawn from."""
+
+    draw: random.Random
+    kind: str
+    step: int
+    turn: int
+    """Points of a save and a restore take turns."""
+    job: Job
+
+    def rank(self) -> int:
+        return self.draw.randrange(self.job.world_size)
+
+    def point(self, points: Sequence[str]) -> tuple[str, int]:
+        """A point, and a rank that passes it."""
+        point = points[self.turn % len(points)]
+        return point, 0 if point in COMMIT or point in BEGIN else self.rank()
 
 
-def _draw(draw: random.Random, kind: str, nodes: int, world_size: int, steps: int) -> Fault:
-    victim = {"rank": draw.randrange(world_size), "node": draw.randrange(nodes)}.get(kind)
-    return Fault(kind, victim, draw.randrange(steps) if steps else 0, draw.random())
+def _middle(draw: random.Random, steps: int) -> int:
+    return draw.randint(steps // 3, max(steps // 3, 2 * steps // 3))
+
+
+def _simple(of: _Draw) -> list[Fault]:
+    victim = {"rank": of.rank(), "sigterm": of.rank(), "node": of.draw.randrange(of.job.nodes)}.get(of.kind)
+    return [Fault(of.kind, victim, of.step, of.draw.random())]
+
+
+def _save(of: _Draw) -> list[Fault]:
+    point, rank = of.point(SAVE_POINTS)
+    return [Fault("save", rank, of.step, 0.0, point)]
+
+
+def _restore(of: _Draw) -> list[Fault]:
+    point, rank = of.point(RESTORE_POINTS)
+    return [
+        Fault("all", None, of.step, of.draw.random(), checkpoints=1),
+        Fault("restore", rank, 0, 0.0, point),
+    ]
+
+
+def _disk_full(of: _Draw) -> list[Fault]:
+    point, rank = of.point(("half a file", "half a manifest"))
+    return [
+        Fault("disk-full", rank, of.step, 0.0, point),
+        Fault("all", None, of.step, 4 * of.draw.random(), required=False),
+    ]
+
+
+def _damage(of: _Draw) -> list[Fault]:
+    return [Fault(of.kind, None, of.step, of.draw.random(), checkpoints=2)]
+
+
+_MAKE: dict[str, Callable[[_Draw], list[Fault]]] = {
+    "save": _save,
+    "restore": _restore,
+    "disk-full": _disk_full,
+    "bit-flip": _damage,
+    "truncate": _damage,
+}

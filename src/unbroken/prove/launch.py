@@ -11,10 +11,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unbroken import faultpoints
 from unbroken.directory import RUN_DIRECTORY
 from unbroken.ledger import VARIABLE as LEDGER_DIRECTORY
 from unbroken.prove.nodes import Node, free_port
@@ -123,10 +124,13 @@ class Job:
         return found[0] if found else None
 
 
-def start(command: Command, nodes: Sequence[Node], place: Place, number: int, marker: str) -> Job:
+def start(
+    command: Command, nodes: Sequence[Node], place: Place, number: int, marker: str, armed: Mapping[str, str]
+) -> Job:
     """Start the job on all `nodes`; `number` counts its starts in this place, from 1.
 
     marker  of this proof, in the environment of every process, by which `Job.end` finds them
+    armed   further variables: a fault that strikes inside the job
     """
     place.run.mkdir(parents=True, exist_ok=True)
     place.ledger.mkdir(exist_ok=True)
@@ -141,7 +145,7 @@ def start(command: Command, nodes: Sequence[Node], place: Place, number: int, ma
                 job.launchers.append(
                     subprocess.Popen(
                         node.enter(_torchrun(command, nodes, node, port, place, directory)),
-                        env=_environment(node, place, marker),
+                        env={**_environment(node, place, marker), **armed},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
@@ -173,6 +177,7 @@ def _torchrun(
 
 def _environment(node: Node, place: Place, marker: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not _LAUNCHERS_OWN.fullmatch(name)}
+    inherited.pop(faultpoints.VARIABLE, None)
     return {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from unbroken.errors import UnbrokenError
+
+T = TypeVar("T")
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -29,6 +31,20 @@ class Line(msgspec.Struct, frozen=True):
     """Digest of all random generators after the step."""
     state: dict[str, str] | None = None
     """Digest of each part of the state (`model`, `optimizer`, …); only every few steps."""
+    generators: dict[str, str] | None = None
+    """Digest of each global random generator: `python`, `numpy`, `torch`, `cuda`."""
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What the state of one rank was at a save, or right after a restore."""
+
+    event: str
+    """`saved` or `restored`."""
+    step: int
+    micro_step: int
+    rank: int
+    state: dict[str, str]
+    """Digests by part."""
 
 
 Ledger: TypeAlias = dict[tuple[int, int], list[Line]]
@@ -41,14 +57,23 @@ def read_ledger(directory: Path) -> Ledger:
     Raises UnbrokenError for a line that is no ledger line.
     """
     ledger: Ledger = {}
-    # Starts of a job follow one another: the file that was written to last belongs to the latest.
-    for path in sorted(directory.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name)):
-        for line in read_lines(path):
+    for path in _in_order(directory, "*.jsonl"):
+        for line in read_lines(path, Line):
             ledger.setdefault((line.step, line.rank), []).append(line)
     return ledger
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_events(directory: Path) -> list[Event]:
+    """Every event in `directory`, in order of time; empty if there are none. Raises UnbrokenError."""
+    return [event for path in _in_order(directory, "*.events") for event in read_lines(path, Event)]
+
+
+def _in_order(directory: Path, pattern: str) -> list[Path]:
+    """Starts of a job follow one another: the file that was written to last belongs to the latest."""
+    return sorted(directory.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
     """The whole lines of one process's file; what follows the last newline is dropped.
 
     A killed process may leave a torn last line: it says nothing about the run. Raises UnbrokenError.
@@ -56,7 +81,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     *whole, _torn = path.read_bytes().split(b"\n")
     for number, text in enumerate(whole, start=1):
         try:
-            yield msgspec.json.decode(text, type=Line)
+            yield msgspec.json.decode(text, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UnbrokenError(f"{path}, line {number}, is no line of a ledger: {error}") from error
 

@@ -9,7 +9,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from unbroken.prove.run import Report, Strike, Trial
+from unbroken.prove.run import Report
+from unbroken.prove.trial import Strike, Trial
+from unbroken.prove.verdict import ACCUMULATION, EXTRA, MISSING, Difference
 
 RepeatCommand = Callable[[int], str]
 """The command line that repeats one trial, by its number."""
@@ -32,12 +34,13 @@ def report_json(report: Report, repeat: RepeatCommand) -> dict[str, Any]:
         "nodes": settings.nodes,
         "nodes_are": report.nodes,
         "world_size": settings.world_size,
+        "faults": list(report.kinds),
         "seed": settings.seed,
         "steps": reference.steps,
         "seconds": round(reference.seconds, 3),
         "final": reference.outcome.final,
         "compared": list(report.compared),
-        "unseeded": any(trial.unseeded for trial in report.trials),
+        "unseeded": sorted(_unseeded(report)),
         "directory": str(settings.directory),
         "trials": [_trial_json(trial, report, repeat) for trial in report.trials],
     }
@@ -52,6 +55,7 @@ def _trial_json(trial: Trial, report: Report, repeat: RepeatCommand) -> dict[str
             {
                 "fault": strike.fault.kind,
                 "victim": strike.fault.victim,
+                "how": strike.how or None,
                 "step": strike.step,
                 "restored": strike.restored,
                 "steps_lost": strike.steps_lost,
@@ -61,26 +65,33 @@ def _trial_json(trial: Trial, report: Report, repeat: RepeatCommand) -> dict[str
         "seconds_lost": round(trial.seconds - report.reference.seconds, 3),
         "problem": trial.problem or None,
         "output": trial.output or None,
-        "difference": None
-        if difference is None
-        else {
-            "step": difference.step,
-            "parts": list(difference.parts),
-            "ranks": list(difference.ranks),
-            "later_step": difference.later_step,
-            "later": list(difference.later),
-            "before_fault": difference.before_fault,
-            "text": str(difference),
-        },
+        "difference": _difference_json(difference),
+        "nondeterministic": trial.nondeterministic,
         "directory": str(trial.place.root),
         "repeat": repeat(trial.number),
     }
 
 
+def _difference_json(difference: Difference | None) -> dict[str, Any] | None:
+    if difference is None:
+        return None
+    return {
+        "step": difference.step,
+        "parts": list(difference.parts),
+        "ranks": list(difference.ranks),
+        "later_step": difference.later_step,
+        "later": list(difference.later),
+        "restored_step": difference.restored_step,
+        "not_restored": list(difference.not_restored),
+        "before_fault": difference.before_fault,
+        "text": str(difference),
+    }
+
+
 def _table(report: Report) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("trial", "fault", "struck at", "restored", "steps lost", "seconds lost", "result"):
-        table.add_column(title, justify="left" if title in ("fault", "result") else "right")
+    for title in ("trial", "fault", "at", "restored", "steps lost", "s lost", "result"):
+        table.add_column(title, justify="left" if title in ("fault", "result") else "right", no_wrap=title != "fault")
     for trial in report.trials:
         strikes: list[Strike | None] = [*trial.strikes] or [None]
         for index, strike in enumerate(strikes):
@@ -108,10 +119,41 @@ def _result(trial: Trial) -> Text:
 
 def _failure(trial: Trial, repeat: RepeatCommand) -> RenderableType:
     lines = [Text(""), Text(f"trial {trial.number}: {trial.problem or trial.difference}", style="bold")]
+    if trial.nondeterministic:
+        lines.append(
+            Text(
+                "the script does not repeat itself: two undisturbed runs differ, so nothing is shown about resuming. "
+                "Seed every generator, and make kernels deterministic"
+            )
+        )
+    elif trial.difference is not None and (hint := _what_to_do(trial.difference)):
+        lines.append(Text(hint))
     if trial.output:
         lines += [Text("the job's last lines:"), Text(trial.output)]
     lines += [Text(f"what it wrote and printed: {trial.place.root}"), Text(f"repeat it: {repeat(trial.number)}")]
     return Group(*lines)
+
+
+def _what_to_do(difference: Difference) -> str:
+    """How such a difference comes about, if its parts tell; what was not restored tells most."""
+    parts = difference.not_restored or difference.parts
+    if any(part.startswith("unregistered") for part in parts):
+        return "what is unregistered is in no checkpoint: add it to the state that the Checkpointer is given"
+    if ACCUMULATION in parts:
+        return (
+            "the job went on in the middle of an accumulation window without its gradients: tell the Checkpointer of "
+            "every micro-step with step(accumulating=True)"
+        )
+    if "samples" in parts:
+        return "the loader went on elsewhere: iterate unbroken.resumable(loader), and register it"
+    if parts[0] == "rng":
+        return "something seeds or draws random numbers between restore() and the next step, or draws more than before"
+    if difference.restored_step is not None and parts[0] not in (MISSING, EXTRA):
+        return (
+            "samples and random numbers agree, and all that is registered was restored as it had been saved: something "
+            "else decides the result, a counter or an average in a plain variable, say; register what holds it"
+        )
+    return ""
 
 
 def _verdict(report: Report) -> RenderableType:
@@ -126,18 +168,18 @@ def _verdict(report: Report) -> RenderableType:
     lines.append(Text(f"nodes: {report.settings.nodes}, {report.nodes}"))
     if reference.outcome.final:
         lines.append(Text(f"final {reference.outcome.final}"))
-    if any(trial.unseeded for trial in report.trials):
-        lines.append(
-            Text(
-                "rng: compared only where a step was done twice, as the script leaves a generator unseeded "
-                "(random, numpy or torch)"
-            )
-        )
+    if names := _unseeded(report):
+        told = ", ".join(sorted(names))
+        lines.append(Text(f"rng: {told} left unseeded by the script, so compared only where a step was done twice"))
     if not any(strike.restored for trial in report.trials for strike in trial.strikes):
         lines.append(Text("but no trial went on from a checkpoint, as far as the script tells: every run began anew"))
     if not reference.steps:
         lines.append(Text("the script keeps no ledger: only its final weights were compared"))
     return Group(*lines)
+
+
+def _unseeded(report: Report) -> frozenset[str]:
+    return frozenset[str]().union(*(trial.unseeded for trial in report.trials))
 
 
 def _count(number: int, word: str) -> str:

@@ -6,17 +6,20 @@ rank counts, also those of steps that were done twice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
-from unbroken.prove.ledger import Ledger, Line, last_step
+from unbroken.prove.ledger import Event, Ledger, Line, last_step
 
 LINE_PARTS = ("world", "samples", "rng", "loss")
 """Parts that every line has, in the order in which a difference of one causes a difference of the next."""
 FINAL = "final"
 MISSING = "missing"
 EXTRA = "extra"
+ACCUMULATION = "accumulation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class Outcome:
     """Empty if the script keeps none."""
     final: str | None
     """The digest in its `final <sha256>` line, if it printed one."""
+    events: Sequence[Event] = ()
+    """Saves and restores, in order of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +41,26 @@ class Difference:
     step: int
     """The first step that differs; that of the last line for the final weights."""
     parts: tuple[str, ...]
-    """What differs there: `samples`, `rng`, `loss`, names of registered objects (`model`, `optimizer`, …), `final`,
+    """What differs there: `accumulation` (a window was begun in its middle), `samples`, `rng`, `loss`, names of
+    registered objects (`model`, `optimizer`, …) and of what is not registered but looks like state, `final`,
     `missing` (a rank never did the step), `extra` (the undisturbed run has no such step)."""
     ranks: tuple[int, ...]
     """Where; empty for the final weights."""
     later: tuple[str, ...] = ()
     """What else differs at `later_step`, the first step from there on whose lines hold the whole state."""
     later_step: int | None = None
+    not_restored: tuple[str, ...] = ()
+    """Parts of the state that were not as they had been saved, right after the restore of `restored_step`."""
+    restored_step: int | None = None
+    """Of the last restore before the difference whose state can be held against what was saved; None if there is none.
+    If nothing is in `not_restored`, all that is registered was brought back."""
     before_fault: bool = False
     """True if the run had not been struck yet: two undisturbed runs of the script differ, and resuming is not to
     blame."""
 
     def __str__(self) -> str:
         if self.parts == (FINAL,):
-            return "the final weights differ, though every line of the ledger that there is agrees"
+            return "the final weights differ, though every line of the ledger that there is agrees" + self._restore()
         where = f"step {self.step} differs in {', '.join(self.parts)} on {_ranks(self.ranks)}"
         if self.parts == (MISSING,):
             where = f"step {self.step} was never done by {_ranks(self.ranks)}"
@@ -57,9 +68,19 @@ class Difference:
             where = f"step {self.step} of {_ranks(self.ranks)} does not exist in the undisturbed run"
         if self.later:
             where += f"; at step {self.later_step}, where the whole state is known, {', '.join(self.later)} differ"
+        where += self._restore()
         if self.before_fault:
             where += "; no fault had struck yet: the script gives other results each time it is started"
         return where
+
+    def _restore(self) -> str:
+        if not self.not_restored:
+            return ""
+        verb = "was" if len(self.not_restored) == 1 else "were"
+        return (
+            f"; right after the restore of step {self.restored_step}, {'; '.join(self.not_restored)} {verb} not as it "
+            "had been saved"
+        )
 
 
 def compare(reference: Outcome, trial: Outcome, struck_at: int | None = None) -> Difference | None:
@@ -74,29 +95,77 @@ def compare(reference: Outcome, trial: Outcome, struck_at: int | None = None) ->
     before_fault: set[int] = set()
     own_rng = unseeded(reference, trial)
     for (step, rank), lines in trial.ledger.items():
-        expected = _expected(reference, step, rank, lines[0] if rank in own_rng else None)
+        expected = _expected(reference, step, rank, lines[0], own_rng.get(rank, frozenset()))
         differing = [_differing(expected, line) for line in lines]
         _note(found, step, rank, set().union(*differing))
         if differing[0] and step < (struck_at or 0):
             before_fault.add(step)
     for step, rank in reference.ledger.keys() - trial.ledger.keys():
         _note(found, step, rank, {MISSING})
+    difference = None
     if found:
-        return replace(_first(found), before_fault=min(found) in before_fault)
-    if reference.final != trial.final:
-        return Difference(last_step(reference.ledger), (FINAL,), ())
-    return None
+        difference = replace(_first(found), before_fault=min(found) in before_fault)
+        difference = _window_begun_anew(difference, reference, trial)
+    elif reference.final != trial.final:
+        difference = Difference(last_step(reference.ledger), (FINAL,), ())
+    return difference if difference is None or difference.before_fault else _blame(difference, trial)
 
 
-def unseeded(reference: Outcome, trial: Outcome) -> tuple[int, ...]:
-    """Ranks on which two fresh starts disagree on the random state, because the script leaves a generator unseeded.
+def _blame(difference: Difference, trial: Outcome) -> Difference:
+    """Name what the last restore before the difference did not bring back, where the script's events tell."""
+    saved: dict[tuple[int, int, int], Event] = {}
+    parts: dict[int, set[str]] = {}
+    for event in trial.events:
+        key = (event.step, event.micro_step, event.rank)
+        if event.event == "saved":
+            saved[key] = event
+        elif key in saved and event.step < max(difference.step, 1) + (difference.parts == (FINAL,)):
+            was = saved[key].state
+            names = {name for name in was.keys() | event.state.keys() if was.get(name) != event.state.get(name)}
+            parts.setdefault(event.step, set()).update(names)
+    at = max((step for step, names in parts.items() if names), default=max(parts, default=None))
+    return difference if at is None else replace(difference, not_restored=tuple(sorted(parts[at])), restored_step=at)
 
-    If nobody draws from it (Python's `random` in a script that only seeds torch), that changes nothing else. Their
-    random state can still be held against itself: a step that was done twice must have left the same one.
+
+def _window_begun_anew(difference: Difference, reference: Outcome, trial: Outcome) -> Difference:
+    """Tell a lost accumulation window from lost samples.
+
+    A job that was saved inside a window and forgot it goes on in the middle of the step's samples: it has the last ones
+    of the undisturbed run, without the first, whose gradients are gone.
+    """
+    for rank in difference.ranks if "samples" in difference.parts else ():
+        expected = reference.ledger[difference.step, rank][0].samples
+        for line in trial.ledger[difference.step, rank]:
+            if _continues_inside(expected, line.samples):
+                return replace(difference, parts=(ACCUMULATION, *difference.parts))
+    return difference
+
+
+def _continues_inside(expected: Any, samples: Any) -> bool:
+    if not isinstance(expected, list) or not isinstance(samples, list) or expected == samples:
+        return False
+    shifts = range(1, len(expected))
+    return any(samples[: len(expected) - shift] == expected[shift:] for shift in shifts)
+
+
+def unseeded(reference: Outcome, trial: Outcome) -> dict[int, frozenset[str]]:
+    """By rank: generators on whose state two fresh starts disagree, because the script leaves them unseeded.
+
+    If nobody draws from one (Python's `random` in a script that only seeds torch), that changes nothing else. Its state
+    can still be held against itself: a step that was done twice must have left the same one. Ledgers that do not tell
+    the generators apart have one, `all`.
     """
     first = min((step for step, _ in reference.ledger), default=0)
     both = (key for key in trial.ledger if key[0] == first and key in reference.ledger)
-    return tuple(sorted(rank for step, rank in both if _rng(reference, step, rank) != _rng(trial, step, rank)))
+    found = {rank: _disagreeing(reference.ledger[step, rank][0], trial.ledger[step, rank][0]) for step, rank in both}
+    return {rank: names for rank, names in found.items() if names}
+
+
+def _disagreeing(one: Line, other: Line) -> frozenset[str]:
+    if one.generators is None or other.generators is None:
+        return frozenset() if one.rng == other.rng else frozenset({"all"})
+    names = one.generators.keys() | other.generators.keys()
+    return frozenset(name for name in names if one.generators.get(name) != other.generators.get(name))
 
 
 def compared(reference: Outcome) -> tuple[str, ...]:
@@ -107,19 +176,17 @@ def compared(reference: Outcome) -> tuple[str, ...]:
     return (*parts, *([FINAL] if reference.final else []))
 
 
-def _rng(outcome: Outcome, step: int, rank: int) -> str | None:
-    return outcome.ledger[step, rank][0].rng
-
-
-def _expected(reference: Outcome, step: int, rank: int, own: Line | None) -> Line | None:
-    """The reference's line; with the random state of `own`, if that is given."""
+def _expected(reference: Outcome, step: int, rank: int, own: Line, unseeded: frozenset[str]) -> Line | None:
+    """The reference's line; with the state of the generators that are `unseeded` as in `own`."""
     expected = reference.ledger[step, rank][0] if (step, rank) in reference.ledger else None
-    if expected is None or own is None:
+    if expected is None or not unseeded:
         return expected
-    state = expected.state
+    state, generators = expected.state, expected.generators
     if state is not None and own.state is not None and "rng" in own.state:
         state = {**state, "rng": own.state["rng"]}
-    return msgspec.structs.replace(expected, rng=own.rng, state=state)
+    if generators is not None and own.generators is not None:
+        generators = {**generators, **{name: own.generators[name] for name in unseeded & own.generators.keys()}}
+    return msgspec.structs.replace(expected, rng=own.rng, state=state, generators=generators)
 
 
 def _differing(expected: Line | None, line: Line) -> set[str]:
@@ -127,6 +194,8 @@ def _differing(expected: Line | None, line: Line) -> set[str]:
     if expected is None:
         return {EXTRA}
     parts = {part for part in LINE_PARTS if getattr(expected, part) != getattr(line, part)}
+    if expected.generators is not None and line.generators is not None and expected.generators != line.generators:
+        parts.add("rng")
     if expected.state is not None and line.state is not None:
         names = expected.state.keys() | line.state.keys()
         parts |= {name for name in names if expected.state.get(name) != line.state.get(name)}

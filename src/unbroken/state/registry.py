@@ -154,11 +154,27 @@ class State:
             del by_root[gradients.ROOT]
         return {root: _digest(captured.values[root], tensors) for root, tensors in by_root.items()}
 
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the state, as it is now."""
+        return sum(
+            live.tensor.numel() * live.tensor.element_size()
+            for live in self.capture(accumulating=False).tensors.values()
+        )
+
     def rng_digest(self) -> str:
         """The digest of the global random number generators alone; cheap enough for every step."""
         captured = Captured()
         rng.capture_global(captured)
         return _digest(captured.values[rng.ROOT], captured.tensors)
+
+    def generator_digests(self) -> dict[str, str]:
+        """The same for each global generator by itself: `python`, `numpy`, `torch`, `cuda`."""
+        captured = Captured()
+        rng.capture_global(captured)
+        return {
+            name: _digest(value, {key: live for key, live in captured.tensors.items() if _is_below(key, name)})
+            for name, value in captured.values[rng.ROOT]["state"].items()
+        }
 
     def _slots(self) -> dict[str, list[Slot]]:
         """Parameters and buffers of everything registered that has any, by registered name."""
@@ -204,6 +220,11 @@ def _check_object(name: str, value: object) -> None:
         elif isinstance(value, DataLoader):
             hint = "register unbroken.resumable(loader), and iterate that"
         raise UsageError(f"{name} is a {kind}, whose state unbroken cannot know: {hint}")
+
+
+def _is_below(tensor: str, generator: str) -> bool:
+    place = f"{rng.ROOT}/{generator}"
+    return tensor == place or tensor.startswith(f"{place}/")
 
 
 def _digest(value: Json, tensors: Mapping[str, LiveTensor]) -> str:

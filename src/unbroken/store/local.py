@@ -19,6 +19,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from unbroken import faultpoints
+
 _COMPONENT = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*|\.(?:tmp|probe)-[A-Za-z0-9-]+")
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 DIRECTORY_ATTEMPTS = 5
@@ -176,6 +178,8 @@ def _write_new(path: Path, data: memoryview | bytes) -> None:
     """Create a file whose bytes are durable; its name is not yet."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
+        if faultpoints.armed is not None:
+            data = _write_half(fd, path, memoryview(data))
         _write_all(fd, memoryview(data))
         # Invariant 1: the file's bytes are durable before anything refers to them.
         os.fsync(fd)
@@ -186,6 +190,14 @@ def _write_new(path: Path, data: memoryview | bytes) -> None:
         raise
     finally:
         os.close(fd)
+
+
+def _write_half(fd: int, path: Path, data: memoryview) -> memoryview:
+    """Write the first half, be struck if a proof wants it, and return the rest."""
+    half = len(data) // 2
+    _write_all(fd, data[:half])
+    faultpoints.reach("half a file" if path.suffix == ".safetensors" else "half a manifest")
+    return data[half:]
 
 
 def _write_all(fd: int, data: memoryview) -> None:
