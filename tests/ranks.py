@@ -7,9 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from unbroken.cluster import Channel, Cluster
+from unbroken.layout.spread import replicated
+from unbroken.state.captured import LiveTensor
 
 T = TypeVar("T")
 
@@ -36,3 +39,8 @@ def on_all(each: list[T], act: Callable[[T], object]) -> list[object]:
 
     with ThreadPoolExecutor(len(each)) as pool:
         return list(pool.map(run, each))
+
+
+def replica(tensor: torch.Tensor, world_size: int) -> LiveTensor:
+    """A tensor that every rank holds whole, as under DDP."""
+    return LiveTensor(tensor, replicated(tuple(tensor.shape), tuple(range(world_size))))

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from unbroken.state.captured import Restoration, SavedTensor
+from unbroken.state.draft import only_saved
 from unbroken.state.registry import State
 
 
@@ -43,6 +44,7 @@ def put(kept: Kept, objects: Mapping[str, object], *, strict: bool = True) -> Re
 def put_state(kept: Kept, state: State, *, strict: bool = True) -> Restoration:
     restoration = state.prepare(kept.described(), kept.values, strict=strict)
     with torch.no_grad():
+        only_saved(restoration, restoration.unexpected, strict=strict)
         for name, target in restoration.targets.items():
             assert target.dtype == kept.tensors[name].dtype and target.shape == kept.tensors[name].shape, name
             target.copy_(kept.tensors[name])

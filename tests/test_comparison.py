@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranks import clusters, on_all
+from ranks import clusters, on_all, replica
 from unbroken import comparison
 from unbroken.candidates import candidates
 from unbroken.commit import SaveId
@@ -45,9 +45,9 @@ def save(
 
     def act(session: Session) -> None:
         session.begin(None, 0)
-        captured = Captured({name: LiveTensor(tensor, True) for name, tensor in tensors.items()})
+        captured = Captured({name: replica(tensor, world) for name, tensor in tensors.items()})
         for name, make in (own or {}).items():
-            captured.tensors[name] = LiveTensor(make(session.cluster.rank), False)
+            captured.tensors[name] = LiveTensor(make(session.cluster.rank))
         captured.values["object"] = {"kind": "object", "state": encode(values or {}, "object", {})}
         session.save(SaveId(step, 0, 0), captured)
         assert session.wait() and session.outcomes.popleft().committed

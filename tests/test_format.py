@@ -11,10 +11,9 @@ import torch
 
 import independent_reader
 from independent_reader import newest, place, read
-from ranks import on_all
+from ranks import on_all, replica
 from two_rank_run import Box, make_run, objects, start_ranks
 from unbroken.commit import SaveId
-from unbroken.state.captured import LiveTensor
 from unbroken.state.registry import State
 
 
@@ -71,7 +70,7 @@ def run(tmp_path_factory):
         held = {**VALUES, "colour": Colour.RED, "point": Point(0.5, rank)}
         captured = State({**TENSORS, "own": torch.full((3,), rank), "box": Box(held)}).capture(accumulating=False)
         for name in TENSORS:
-            captured.tensors[name] = LiveTensor(captured.tensors[name].tensor, replicated=True)
+            captured.tensors[name] = replica(captured.tensors[name].tensor, 2)
         session.save(SaveId(12, 0, 0), captured)
         assert session.wait() and session.outcomes.popleft().committed
 

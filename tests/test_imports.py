@@ -13,11 +13,11 @@ SOURCE = Path(unbroken.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"cluster", "faultpoints"},
-    {"layout", "image", "store", "state", "data"},
+    {"cluster", "faultpoints", "layout"},
+    {"image", "store", "state", "data"},
     {"manifest", "policy"},
     {"generations", "snapshot", "environment", "preemption", "meeting", "values", "coverage"},
-    {"retention"},
+    {"retention", "agreement"},
     {"candidates", "commit", "reading", "ledger", "directory"},
     {"recovery", "writer", "saves", "verification", "comparison"},
     {"session", "pruning"},
@@ -30,7 +30,7 @@ KNOW_NOTHING_OF = {
     "layout": {"cluster", "state", "store", "image", "data"},
     "image": {"cluster", "state", "store", "data", "layout"},
     "store": {"cluster", "state", "image", "data", "layout", "torch"},
-    "state": {"cluster", "store", "image", "data", "layout"},
+    "state": {"cluster", "store", "image", "data"},
     "coverage": {"cluster", "store", "image", "data", "layout"},
     "data": {"cluster", "store", "image", "state", "layout"},
 }

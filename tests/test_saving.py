@@ -10,14 +10,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from ranks import clusters, on_all
+from ranks import clusters, on_all, replica
 from unbroken import generations
+from unbroken.agreement import Claim, Details, compare_details
 from unbroken.candidates import candidates, find_tip, saved_for
-from unbroken.commit import Details, SaveId, compare_details
+from unbroken.commit import SaveId
 from unbroken.errors import HistoryExists
 from unbroken.manifest import MANIFEST, Manifest, decode
 from unbroken.policy import Keep
-from unbroken.reading import read_tensors
+from unbroken.reading import read_tensors, targets_of
 from unbroken.session import Session, Settings
 from unbroken.snapshot import structure_of
 from unbroken.state.captured import Captured, LiveTensor
@@ -45,12 +46,10 @@ def sessions(root: Path, world_size: int, keep: Keep | None = None, deadline_s: 
 def state(rank: int, step: int) -> Captured:
     weights = torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(step))
     captured = Captured()
-    captured.tensors["model/w"] = LiveTensor(weights, replicated=True)
-    captured.tensors["model/bias"] = LiveTensor(torch.arange(5.0) + step, replicated=True)
-    captured.tensors["optimizer/state/model/w/step"] = LiveTensor(torch.tensor(float(step)), replicated=True)
-    captured.tensors["rng/torch"] = LiveTensor(
-        torch.full((10,), (rank + step) % 256, dtype=torch.uint8), replicated=False
-    )
+    captured.tensors["model/w"] = replica(weights, 1)
+    captured.tensors["model/bias"] = replica(torch.arange(5.0) + step, 1)
+    captured.tensors["optimizer/state/model/w/step"] = replica(torch.tensor(float(step)), 1)
+    captured.tensors["rng/torch"] = LiveTensor(torch.full((10,), (rank + step) % 256, dtype=torch.uint8))
     captured.values["scheduler"] = {"kind": "object", "state": {"last_epoch": step}}
     captured.values["rng"] = {"kind": "generator", "sort": "global", "state": rng_state(rank)}
     return captured
@@ -66,9 +65,17 @@ def rng_state(rank: int) -> dict:
     }
 
 
+def over(captured: Captured, world_size: int) -> Captured:
+    """The same with its replicas on all ranks."""
+    for name, live in captured.tensors.items():
+        if live.spread is not None:
+            captured.tensors[name] = replica(live.tensor, world_size)
+    return captured
+
+
 def save_all(ranks: list[Session], step: int, attempt: int = 0, make=state) -> list:
     def act(session):
-        session.save(SaveId(step, 0, attempt), make(session.cluster.rank, step))
+        session.save(SaveId(step, 0, attempt), over(make(session.cluster.rank, step), session.cluster.world_size))
         assert session.wait()
         return session.outcomes.popleft()
 
@@ -93,9 +100,10 @@ def newest(root: Path) -> Manifest | None:
 
 
 def restore(root: Path, manifest: Manifest, rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    records, _ = saved_for(manifest, rank, world_size)
+    records = saved_for(manifest, rank, world_size).records
     targets = {name: torch.zeros(record.shape, dtype=getattr(torch, record.dtype)) for name, record in records.items()}
-    read_tensors(LocalStore(root), f"step-{manifest.step}", manifest, records, targets)
+    places = {name: targets_of(target, None, rank) for name, target in targets.items()}
+    read_tensors(LocalStore(root), f"step-{manifest.step}", manifest, records, places)
     return targets
 
 
@@ -160,7 +168,7 @@ def test_a_write_that_fails_on_one_rank_commits_nothing_anywhere(tmp_path):
 def test_a_save_that_one_rank_did_not_enter_names_it_within_the_deadline(tmp_path):
     ranks = start(tmp_path, 3, deadline_s=0.3)
     for session in ranks:
-        session._replicated = "agreed before"
+        session._shared = "agreed before"
     outcomes = save_all(ranks[:1] + ranks[2:], 5)
     texts = {outcome.reason for outcome in outcomes}
     assert any("rank(s) 1 did not enter the save of step 5 within 0.3 s" in text for text in texts), texts
@@ -172,7 +180,7 @@ def test_a_save_that_rank_0_did_not_enter_ends_within_the_deadline(tmp_path):
     """Rank 0 decides the outcome; without it the others waited for the write deadline, an hour."""
     ranks = start(tmp_path, 3, deadline_s=0.3)
     for session in ranks:
-        session._replicated = structure_of(state(0, 5), replicated_only=True)
+        session._shared = structure_of(over(state(0, 5), 3), shared_only=True)
     outcomes = save_all(ranks[1:], 5)
     assert {outcome.reason for outcome in outcomes} == {
         "rank 0 did not enter the save of step 5 within 0.3 s; do all ranks call step() and save() alike?"
@@ -242,7 +250,7 @@ def test_a_structure_that_changes_on_one_rank_only_fails_once_and_heals(tmp_path
     def grown(rank, step):
         captured = state(rank, step)
         if rank == 0 or step > 2:
-            captured.tensors["model/new"] = LiveTensor(torch.ones(3), replicated=True)
+            captured.tensors["model/new"] = replica(torch.ones(3), 1)
         return captured
 
     ranks = start(tmp_path, 2)
@@ -261,7 +269,7 @@ def test_what_only_one_rank_has_may_come_and_go(tmp_path):
     def growing(rank, step):
         captured = state(rank, step)
         if rank == 1 and step == 2:
-            captured.tensors["gradients/model/w"] = LiveTensor(torch.ones(3), replicated=False)
+            captured.tensors["gradients/model/w"] = LiveTensor(torch.ones(3))
         return captured
 
     ranks = start(tmp_path, 2)
@@ -272,7 +280,7 @@ def test_what_only_one_rank_has_may_come_and_go(tmp_path):
 def test_a_module_that_is_registered_without_its_ddp_wrapper_is_told_once(tmp_path, caplog):
     def bare(rank, step):
         captured = Captured(values={"model": {"kind": "module"}})
-        captured.tensors["model/w"] = LiveTensor(torch.zeros(step), replicated=False)
+        captured.tensors["model/w"] = LiveTensor(torch.zeros(step))
         return captured
 
     ranks = start(tmp_path, 2)
@@ -282,14 +290,14 @@ def test_a_module_that_is_registered_without_its_ddp_wrapper_is_told_once(tmp_pa
 
 
 def test_details_tell_missing_and_differing_tensors_apart():
-    same = ("float32", [2], "aa")
-    plan = compare_details(
-        [
-            Details({"w": same, "b": same, "only": same}),
-            Details({"w": same, "b": ("float32", [2], "bb")}),
-            Details({"w": same, "b": same, "only": ("float32", [3], "aa")}),
-        ]
-    )
+    same = Claim("float32", "[2]", "all", True, "0-2", "aa")
+    meshes = {"all": [0, 1, 2]}
+    details = [
+        Details({"w": same, "b": same, "only": same}, meshes),
+        Details({"w": same, "b": Claim("float32", "[2]", "all", True, "0-2", "bb")}, meshes),
+        Details({"w": same, "b": same, "only": Claim("float32", "[3]", "all", True, "0-2", "aa")}, meshes),
+    ]
+    plan = compare_details(["one", "two", "three"], dict(enumerate(details)))
     assert plan.apart == ["b", "only"]
     assert plan.differing == ["b on rank(s) 1"]
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ranks import clusters, on_all
+from ranks import clusters, on_all, replica
 from unbroken.commit import SaveId
 from unbroken.manifest import Manifest, decode
 from unbroken.recovery import Recovered, restore_together
 from unbroken.session import Session, Settings
-from unbroken.state.captured import Captured, LiveTensor
+from unbroken.state.captured import Captured
 from unbroken.state.registry import State
 from unbroken.store.local import LocalStore
 
@@ -75,7 +75,7 @@ def content(live: dict[str, Any]) -> Content:
 def capture(rank: int, step: int, generation: int) -> Captured:
     captured = State(objects(rank, step, generation)).capture(accumulating=False)
     for name in SHARED:  # as under DDP
-        captured.tensors[name] = LiveTensor(captured.tensors[name].tensor, replicated=True)
+        captured.tensors[name] = replica(captured.tensors[name].tensor, 2)
     return captured
 
 

@@ -9,6 +9,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from unbroken.errors import DamagedCheckpoint, NewerFormat
 from unbroken.generations import Generation, read_newest
@@ -16,6 +17,7 @@ from unbroken.image.header import dtype_of
 from unbroken.manifest import MANIFEST, MOST_BYTES, FileRecord, Manifest, TensorRecord, decode, parse_step_directory
 from unbroken.retention import MANIFEST_NAME
 from unbroken.state.captured import SavedTensor
+from unbroken.state.merging import MERGED, merge
 from unbroken.store.local import LocalStore
 from unbroken.values import check_values
 
@@ -166,19 +168,56 @@ def size_problem(store: LocalStore, directory: str, file: FileRecord) -> str:
     return f"{directory}/{file.name} {found}"
 
 
-def saved_for(manifest: Manifest, rank: int, world_size: int) -> tuple[dict[str, TensorRecord], dict[str, object]]:
-    """What `rank` of a job of `world_size` restores: tensor records and values.
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint has for one rank of a job."""
+
+    records: dict[str, TensorRecord]
+    """Tensors by full name: what ranks share, what was this rank's own, and what only others had."""
+    values: dict[str, Any]
+    """By registered name."""
+    contested: dict[str, list[tuple[int, TensorRecord]]]
+    """Tensors that several ranks had as their own, with those ranks: which is meant cannot be told unless they are
+    equal. Their entries in `records` are those of the first."""
+
+
+def saved_for(manifest: Manifest, rank: int, world_size: int) -> Saved:
+    """What `rank` of a job of `world_size` restores.
 
     At the saved world size each rank gets its own. At another one, per-rank state of a rank that did not exist is
-    rank 0's, without its RNG: two ranks must not draw the same numbers.
+    rank 0's, without its RNG: two ranks must not draw the same numbers. Models and optimizers are one thing, whatever
+    ranks had parts of it: what a rank did not have itself comes from those that had it.
     """
+    same_size = world_size == manifest.world_size
     part = rank if rank < manifest.world_size else 0
-    tensors = manifest.tensors_of(part)
-    values = manifest.values_of(part)
+    values = _values_for(manifest, part)
+    records = manifest.tensors_of(part)
     if part != rank:
-        tensors = {name: record for name, record in tensors.items() if not name.startswith("rng/")}
+        records = {name: record for name, record in records.items() if not name.startswith("rng/")}
         values.pop("rng", None)
-    return tensors, values
+    models = {name for name, value in values.items() if value.get("kind") in MERGED and name != "gradients"}
+    broadcast = {f"{name}/{fqn}" for name in models for fqn in values[name].get("broadcast", ())}
+    holders: dict[str, list[tuple[int, TensorRecord]]] = {}
+    for holder, own in enumerate(manifest.rank_tensors):
+        for name, record in own.items():
+            known = name in manifest.tensors or (same_size and name in manifest.rank_tensors[part])
+            if not known and name.partition("/")[0] in models:
+                holders.setdefault(name, []).append((holder, record))
+    for name, held in holders.items():
+        records[name] = held[0][1]
+    contested = {name: held for name, held in holders.items() if len(held) > 1 and name not in broadcast}
+    return Saved(records, values, contested)
+
+
+def _values_for(manifest: Manifest, part: int) -> dict[str, Any]:
+    """The values of one rank; those of models and optimizers with what other ranks had of them."""
+    values = manifest.values_of(part)
+    for name, records in manifest.values.items():
+        every = [record.value for record in records if isinstance(record.value, dict)]
+        if len(every) > 1 and values.get(name, every[0]).get("kind") in MERGED:
+            own = values.get(name)
+            values[name] = merge([*([own] if own is not None else []), *every])
+    return values
 
 
 def saved_tensors(records: Mapping[str, TensorRecord]) -> dict[str, SavedTensor]:

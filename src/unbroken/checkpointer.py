@@ -74,6 +74,9 @@ class Checkpointer:
            SaveFailed from `step`, `wait` or `close`
     strict    what looks like training state and is not in `state` is told once, at the first save. True: as the error
               NotCovered, before anything is written. False: as a warning
+    check_replicas    when the bytes of what several ranks hold alike (DDP's parameters, HSDP's replicas) are compared
+                      between them: at every save, when their structure is new ("first"), or never. It costs one pass
+                      of xxh3 over them, and finds replicas that drifted apart and silent corruption
     deadline_s        how long ranks wait for each other when they agree on something, in seconds
     write_deadline_s  how long a rank may take to write or read its part, in seconds
 
@@ -90,11 +93,14 @@ class Checkpointer:
         keep: Keep | None = Keep(last=3),  # noqa: B008  # frozen
         on_error: Literal["warn", "raise"] = "warn",
         strict: bool = False,
+        check_replicas: Literal["first", "always", "never"] = "always",
         deadline_s: float = 60.0,
         write_deadline_s: float = 1800.0,
     ) -> None:
         if on_error not in ("warn", "raise"):
             raise UsageError(f'on_error={on_error!r}: give "warn" or "raise"')
+        if check_replicas not in ("first", "always", "never"):
+            raise UsageError(f'check_replicas={check_replicas!r}: give "first", "always" or "never"')
         if every is not None and every != "auto" and not isinstance(every, Every):
             raise UsageError(f'every={every!r}: give Every(steps=…), Every(minutes=…), "auto", or None')
         if keep is not None and not isinstance(keep, Keep):
@@ -109,7 +115,7 @@ class Checkpointer:
         expect_ledger()
         self._every = every
         self._schedule = Schedule(every)
-        self._settings = Settings(keep, deadline_s, write_deadline_s)
+        self._settings = Settings(keep, deadline_s, write_deadline_s, check_replicas)
         self._on_error = on_error
         self._notice = Notice()
         self._session: Session | None = None

@@ -20,6 +20,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -27,6 +28,17 @@ from typing import Any
 import msgspec
 
 from unbroken import faultpoints
+from unbroken.agreement import (
+    CommonPlan,
+    Details,
+    Entered,
+    Held,
+    compare_details,
+    odd_ranks,
+    ranks_to_ask,
+    settle,
+    spell,
+)
 from unbroken.cluster import Channel
 from unbroken.errors import DamagedCheckpoint, PeerFailed, SaveFailed, TakenOver, UnbrokenError
 from unbroken.generations import Generation, newest_number
@@ -49,35 +61,6 @@ from unbroken.store.local import LocalStore
 log = logging.getLogger(__name__)
 
 
-class Entered(msgspec.Struct):
-    """A rank has come to a save."""
-
-    replicas: str = ""
-    """Digest over names, dtypes, shapes and values of its replicated tensors; only given when `changed`."""
-    changed: bool = False
-    """True if its structure is new to it: it waits for the common plan before it copies."""
-    error: str = ""
-    """Why it cannot take part in this save."""
-
-
-class Details(msgspec.Struct):
-    """Every replicated tensor of one rank; asked for only when ranks disagree."""
-
-    tensors: dict[str, tuple[str, list[int], str]] = {}
-    """dtype, shape and digest of the values, by full name."""
-
-
-class CommonPlan(msgspec.Struct):
-    """The coordinator's answer to ranks whose structure changed."""
-
-    apart: list[str] = []
-    """Tensors that only some ranks hold or that differ; each holder stores its own."""
-    differing: list[str] = []
-    """One line for each tensor that ought to be equal and is not."""
-    want_details: bool = False
-    error: str = ""
-
-
 class Vote(msgspec.Struct):
     """How one rank's part of a save went."""
 
@@ -87,8 +70,10 @@ class Vote(msgspec.Struct):
     shared: dict[str, TensorRecord] = {}
     own: dict[str, TensorRecord] = {}
     values: dict[str, msgspec.Raw] = {}
-    agreed: str = ""
-    """Digest of what all ranks must have alike: the plan and the values of their replicas."""
+    plan: str = ""
+    """Digest of the common plan that it went by."""
+    replicas: dict[str, str] = {}
+    """Digest of the values of what it shares with each group of ranks (`agreement.fold`)."""
     seconds: float = 0.0
 
 
@@ -219,42 +204,49 @@ class Coordinator:
             error = _shorten(failed)
         elif changed and len(changed) < len(entries):
             unchanged = sorted(set(range(len(entries))) - set(changed))
-            error = f"the state changed its structure on rank(s) {_spell(changed)} but not on {_spell(unchanged)}"
+            error = f"the state changed its structure on rank(s) {spell(changed)} but not on {spell(unchanged)}"
         if changed:
-            self._answer_plan(save, error, agree=len({entry.replicas for entry in entries}) == 1)
+            self._answer_plan(save, entries, error)
         if error:
             raise SaveFailed(error) if failed else _StructureChanged(error)
 
-    def _answer_plan(self, save: SaveId, error: str, agree: bool) -> None:
+    def _answer_plan(self, save: SaveId, entries: list[Entered], error: str) -> None:
         """Tell ranks with a new structure how to plan; if they do not agree, ask for details first."""
-        if error or agree:
-            self.channel.post(f"{save.phase}/plan", msgspec.json.encode(CommonPlan(error=error)))
+        ask = [] if error else ranks_to_ask(entries)
+        self.channel.post(f"{save.phase}/plan", msgspec.json.encode(CommonPlan(ask=ask, error=error)))
+        if not ask:
             return
-        self.channel.post(f"{save.phase}/plan", msgspec.json.encode(CommonPlan(want_details=True)))
-        data = self._collect(save, "details", self.deadline_s)
-        plan = compare_details([msgspec.json.decode(item, type=Details) for item in data])
+        structures = [entry.structure for entry in entries]
+        answers = zip(ask, self._collect(save, "details", self.deadline_s, ask), strict=True)
+        details = {rank: msgspec.json.decode(data, type=Details) for rank, data in answers}
+        plan = compare_details(structures, details)
         self.channel.post(f"{save.phase}/plan-in-detail", msgspec.json.encode(plan))
+        if plan.contested and not plan.error:
+            held = [msgspec.json.decode(data, type=Held) for data in self._collect(save, "held", self.deadline_s)]
+            settled = settle(plan.contested, structures, details, held)
+            self.channel.post(f"{save.phase}/plan-settled", msgspec.json.encode(settled))
 
     def _gather_votes(self, save: SaveId) -> list[Vote]:
         votes = [msgspec.json.decode(data, type=Vote) for data in self._collect(save, "vote", self.write_deadline_s)]
         failed = [f"rank {rank}: {vote.error}" for rank, vote in enumerate(votes) if vote.error]
         if failed:
             raise SaveFailed(_shorten(failed))
-        odd = _minority([vote.agreed for vote in votes])
+        odd = odd_ranks([{"plan": vote.plan, **vote.replicas} for vote in votes])
         if odd:
             raise _StructureChanged(
-                f"parameters or optimizer state that DDP keeps equal differ on rank(s) {_spell(odd)} since the save "
-                "before; the next save names them and keeps each rank's own (does a schedule follow a rank's own loss?)"
+                f"parameters or optimizer state that are kept equal differ on rank(s) {spell(odd)} since the save "
+                "before; the next save names them (does a schedule follow a rank's own loss?)"
             )
         return votes
 
-    def _collect(self, save: SaveId, what: str, deadline_s: float) -> list[bytes]:
-        keys = [f"{save.phase}/{what}/{rank}" for rank in range(self.channel.world_size)]
+    def _collect(self, save: SaveId, what: str, deadline_s: float, of: Collection[int] | None = None) -> list[bytes]:
+        ranks = range(self.channel.world_size) if of is None else of
+        keys = [f"{save.phase}/{what}/{rank}" for rank in ranks]
         missing = self.channel.wait_all(keys, deadline_s)
         if missing:
-            ranks = _spell([int(key.rpartition("/")[2]) for key in missing])
-            verb = {"entered": "enter", "details": "answer in", "vote": "finish writing in"}[what]
-            raise SaveFailed(f"rank(s) {ranks} did not {verb} the save of {save} within {deadline_s:g} s")
+            late = spell([int(key.rpartition("/")[2]) for key in missing])
+            verb = {"entered": "enter", "vote": "finish writing in"}.get(what, "answer in")
+            raise SaveFailed(f"rank(s) {late} did not {verb} the save of {save} within {deadline_s:g} s")
         return [self.channel.take(key) for key in keys]
 
     def _manifest(self, save: SaveId, votes: list[Vote]) -> Manifest:
@@ -320,35 +312,14 @@ class Coordinator:
         if self._done:
             self.channel.forget(self._done)
         ranks = range(self.channel.world_size)
-        self._done = [f"{save.phase}/{what}/{rank}" for what in ("entered", "details", "vote") for rank in ranks]
-        self._done += [f"{save.phase}/plan", f"{save.phase}/plan-in-detail"]
+        self._done = [
+            f"{save.phase}/{what}/{rank}" for what in ("entered", "details", "held", "vote") for rank in ranks
+        ]
+        self._done += [f"{save.phase}/{what}" for what in ("plan", "plan-in-detail", "plan-settled")]
 
 
 class _StructureChanged(SaveFailed):
     """Ranks do not have the same state to divide: all plan anew at the next save."""
-
-
-def compare_details(ranks: list[Details]) -> CommonPlan:
-    """Which replicated tensors are not common to all ranks, and which of the common ones differ in their values."""
-    apart: set[str] = set()
-    differing = []
-    for name in sorted(set().union(*(rank.tensors for rank in ranks))):
-        holders = [rank.tensors.get(name) for rank in ranks]
-        kinds = {(holder[0], tuple(holder[1])) if holder else None for holder in holders}
-        values = {holder[2] for holder in holders if holder}
-        if len(kinds) > 1:
-            apart.add(name)
-        elif len(values) > 1:
-            apart.add(name)
-            odd = _minority([holder[2] for holder in holders if holder])
-            differing.append(f"{name} on rank(s) {_spell(odd)}")
-    return CommonPlan(apart=sorted(apart), differing=differing)
-
-
-def _minority(values: list[str]) -> list[int]:
-    """The ranks that do not have the most frequent value."""
-    common = max(values, key=values.count)
-    return [rank for rank, value in enumerate(values) if value != common]
 
 
 def _in_file(records: dict[str, TensorRecord], index: int) -> dict[str, TensorRecord]:
@@ -379,8 +350,3 @@ def _merge_values(votes: list[Vote]) -> dict[str, list[ValueRecord]]:
 
 def _shorten(lines: list[str]) -> str:
     return "; ".join(lines[:4]) + (f" (and {len(lines) - 4} more)" if len(lines) > 4 else "")
-
-
-def _spell(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from unbroken.image.header import dtype_of
-from unbroken.layout.boxes import Box, intersect, whole
+from unbroken.layout.boxes import Box, intersect, offset_in, whole
 from unbroken.manifest import FileRecord, Manifest, PieceRecord, TensorRecord, box_of
 from unbroken.reading import read_verified
 from unbroken.store.local import LocalStore
@@ -93,7 +93,7 @@ class Side:
             part = intersect(held, box)
             if part is not None:
                 # Of such a box, what a piece holds is one stretch of the piece: all after the range is whole.
-                begin = piece.begin + _offset(part, held) * itemsize
+                begin = piece.begin + offset_in(held, part.begin) * itemsize
                 data = self._bytes(piece, begin, begin + part.numel * itemsize)
                 target[part.slices(box)] = data.reshape(*part.shape, itemsize)
         return target.reshape(-1, itemsize)
@@ -119,14 +119,6 @@ class Side:
             _, oldest = self._blocks.popitem(last=False)
             self._held -= len(oldest)
         return found
-
-
-def _offset(part: Box, held: Box) -> int:
-    """Elements before the first one of `part` in the row-major order of `held`."""
-    offset = 0
-    for begin, first, length in zip(part.begin, held.begin, held.shape, strict=True):
-        offset = offset * length + begin - first
-    return offset
 
 
 def bytes_to_compare(manifest: Manifest) -> int:

@@ -12,14 +12,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
+import xxhash
 
 from unbroken import faultpoints
-from unbroken.candidates import Candidate, candidates, find_tip, first_manifest, saved_for, saved_tensors
+from unbroken.agreement import spell
+from unbroken.candidates import Candidate, Saved, candidates, find_tip, first_manifest, saved_for, saved_tensors
 from unbroken.cluster import Channel, Message
 from unbroken.errors import DamagedCheckpoint, NoUsableCheckpoint, StateMismatch, UnbrokenError
 from unbroken.manifest import MANIFEST, Manifest, decode
-from unbroken.reading import read_tensors
+from unbroken.reading import read_tensors, targets_of
+from unbroken.snapshot import as_bytes
 from unbroken.state.captured import Restoration
+from unbroken.state.draft import only_saved
 from unbroken.state.registry import State
 from unbroken.store.local import LocalStore
 
@@ -122,25 +127,89 @@ def _try(
     deadlines_s: tuple[float, float],
     strict: bool,
 ) -> Restoration | str:
-    """Restore one candidate on all ranks; the reason if its bytes are damaged for any of them."""
-    records, values = saved_for(manifest, channel.rank, channel.world_size)
+    """Restore one candidate on all ranks; the reason if it cannot be, or if its bytes are damaged for any of them."""
+    rank = channel.rank
+    divided = _divided_window(manifest, channel.world_size)
+    if divided:
+        return divided
+    saved = saved_for(manifest, rank, channel.world_size)
     restoration = channel.agree(
-        f"{phase}/fits", lambda: state.prepare(saved_tensors(records), values, strict=strict), deadlines_s[0]
+        f"{phase}/fits",
+        lambda: state.prepare(saved_tensors(saved.records), saved.values, strict=strict, seed=_seed_of(manifest, rank)),
+        deadlines_s[0],
     )
+    _refuse_leftovers(channel, phase, restoration, deadlines_s[0], strict)
     faultpoints.reach("announced")
     own = ""
+    targets = {
+        name: targets_of(target, restoration.spreads.get(name), rank) for name, target in restoration.targets.items()
+    }
     try:
-        read_tensors(store, directory, manifest, records, restoration.targets)
+        read_tensors(store, directory, manifest, saved.records, targets)
+        own_mismatch = _compare_holders(store, directory, manifest, saved, restoration, rank)
     except DamagedCheckpoint as error:
         own = str(error)
+        own_mismatch = ""
     answers = channel.exchange(f"{phase}/read", Message(error=own), deadlines_s[1])
     faultpoints.reach("read")
     damaged = list(dict.fromkeys(answer.error for answer in answers if answer.error))
     if damaged:
         return _list(damaged)
+    channel.agree(f"{phase}/holders", lambda: _settle_holders(own_mismatch, restoration, strict), deadlines_s[0])
     channel.agree(f"{phase}/filled", _guarded(restoration.finish), deadlines_s[1])
     faultpoints.reach("filled")
     return restoration
+
+
+def _divided_window(manifest: Manifest, world_size: int) -> str:
+    """Why partial gradients cannot be restored by another number of ranks; empty if they can, or there are none."""
+    partial = any(name.startswith("gradients/") for own in manifest.rank_tensors for name in own)
+    if world_size == manifest.world_size or not partial:
+        return ""
+    return (
+        f"it was saved inside an accumulation window by {manifest.world_size} ranks, whose partial gradients "
+        f"{world_size} ranks cannot take over"
+    )
+
+
+def _seed_of(manifest: Manifest, rank: int) -> int:
+    """Where the random numbers of a rank begin that the checkpoint has none of; the same at every try."""
+    return xxhash.xxh3_64_intdigest(f"{manifest.generation}/{manifest.step}/{manifest.micro_step}/{rank}".encode())
+
+
+def _refuse_leftovers(channel: Channel, phase: str, restoration: Restoration, deadline_s: float, strict: bool) -> None:
+    """Raise StateMismatch for what the checkpoint has and no rank restores; pipeline stages restore a part each."""
+    own = msgspec.json.encode(sorted(set(restoration.unexpected)))
+    answers = channel.exchange(f"{phase}/leftovers", Message(own), deadline_s)
+    told = [set(msgspec.json.decode(answer.payload, type=list[str])) for answer in answers]
+    only_saved(restoration, sorted(set.intersection(*told)), strict=strict)
+
+
+@torch.no_grad()
+def _compare_holders(
+    store: LocalStore, directory: str, manifest: Manifest, saved: Saved, restoration: Restoration, rank: int
+) -> str:
+    """Several ranks had a tensor as their own: name the first that is not the same for all of them."""
+    for name in sorted(set(saved.contested) & set(restoration.targets)):
+        target = restoration.targets[name]
+        spread = restoration.spreads.get(name)
+        for holder, record in saved.contested[name][1:]:
+            other = torch.empty_like(target, device="cpu")
+            read_tensors(store, directory, manifest, {name: record}, {name: targets_of(other, spread, rank)})
+            if not torch.equal(as_bytes(other), as_bytes(target.cpu())):
+                ranks = spell([own for own, _ in saved.contested[name]])
+                return f"{name} was each rank's own on ranks {ranks}, and rank {holder} had other values than the first"
+    return ""
+
+
+def _settle_holders(mismatch: str, restoration: Restoration, strict: bool) -> None:
+    if mismatch and strict:
+        raise StateMismatch(
+            f"{mismatch}: which of them another layout shall have cannot be told. Restore with as many ranks as saved "
+            "it, or with restore(strict=False), which takes the first rank's"
+        )
+    if mismatch:
+        restoration.warnings.append(f"{mismatch}: the first rank's are restored")
 
 
 def _guarded(finish: Callable[[], None]) -> Callable[[], None]:

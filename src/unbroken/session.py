@@ -12,16 +12,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from unbroken import faultpoints, generations
+from unbroken.agreement import CommonPlan, Details, Entered, Held, details_of, entry_of, fold, held_of
 from unbroken.candidates import first_manifest
 from unbroken.cluster import Channel, Cluster, connect
-from unbroken.commit import CommonPlan, Coordinator, Details, Entered, Outcome, SaveId
+from unbroken.commit import Coordinator, Outcome, SaveId
 from unbroken.directory import agree_on_directory
-from unbroken.errors import DirectoryProblem, HistoryExists, PeerFailed, SaveFailed, UnbrokenError
+from unbroken.errors import DirectoryProblem, HistoryExists, PeerFailed, ReplicasDiffer, SaveFailed, UnbrokenError
 from unbroken.generations import Generation
 from unbroken.image.digest import digest_text
 from unbroken.manifest import Manifest
@@ -48,6 +49,7 @@ class Settings:
     keep: Keep | None
     deadline_s: float
     write_deadline_s: float
+    check_replicas: Literal["first", "always", "never"] = "always"
 
 
 @dataclass(slots=True)
@@ -68,9 +70,9 @@ class Session:
     meetings: Meetings | None = None
     _plan: Plan | None = None
     _planned_once: bool = False
-    _replicated: str = ""
-    """Structure of the replicated tensors that the ranks agreed on."""
-    _apart: tuple[str, ...] = ()
+    _shared: str = ""
+    """Structure of the shared tensors that the ranks agreed on."""
+    _common: CommonPlan = field(default_factory=CommonPlan)
     _in_flight: int = 0
     _newest_bytes: int = 0
     """Of this rank's part of the newest save."""
@@ -152,7 +154,8 @@ class Session:
         """Snapshot `captured` and let the threads do the rest. Returns when the live state may change again.
 
         captured  None if this rank cannot take part, for the reason `error`; the others learn it.
-        The outcome comes through `outcomes`. Raises PeerFailed if rank 0 is gone.
+        The outcome comes through `outcomes`. Raises PeerFailed if rank 0 is gone, ReplicasDiffer at the first save
+        if ranks use one name for several things.
         """
         assert self._writer is not None, "begin comes first"
         faultpoints.saving(save.step)
@@ -173,12 +176,15 @@ class Session:
         except UnbrokenError as failure:
             self._writer.arenas.put(arena)
             self._writer.submit(Job(save, None, str(failure)))
+            if isinstance(failure, ReplicasDiffer) and not self._planned_once:
+                raise
             return
         self._newest_bytes = plan.layout.size
-        agreed = self._digest_agreement(captured)
+        replicas = self._digest_replicas(captured)
         snapshot = take(captured, plan, arena)
         faultpoints.reach("copied")
-        self._writer.submit(Job(save, snapshot, agreed=agreed))
+        common = digest_text(msgspec.json.encode(self._common))
+        self._writer.submit(Job(save, snapshot, plan=common, replicas=replicas))
 
     def _plan_for(self, save: SaveId, captured: Captured) -> Plan:
         """The plan of this structure: the one we have, or a new one made together with all ranks."""
@@ -187,50 +193,64 @@ class Session:
         if self._plan is not None and self._plan.structure == structure:
             self._enter(save, Entered())
             return self._plan
-        # What only this rank has may change without the others: they divide the replicated tensors as before.
-        replicated = structure_of(captured, replicated_only=True)
-        if world_size == 1 or self._replicated == replicated:
+        # What only this rank has may change without the others: they divide the shared tensors as before.
+        shared = structure_of(captured, shared_only=True)
+        if world_size == 1 or self._shared == shared:
             self._enter(save, Entered())
         else:
             self.forget_plan()
-            self._apart = tuple(self._common_plan(save, captured).apart)
-            self._replicated = replicated
-        self._plan = plan_snapshot(captured, rank, world_size, frozenset(self._apart))
+            self._common = self._common_plan(save, captured)
+            self._shared = shared
+        self._plan = plan_snapshot(captured, rank, world_size, frozenset(self._common.apart), self._ceded(captured))
         if rank == 0 and world_size > 1 and not self._planned_once:
             _warn_of_modules_without_ddp(captured, world_size)
         self._planned_once = True
         return self._plan
 
-    def _digest_agreement(self, captured: Captured) -> str:
-        """Digest of what all ranks must agree on: how the state is divided, and what their replicas hold.
+    def _ceded(self, captured: Captured) -> set[str]:
+        """What ranks of another mesh write, who hold the same under the same name."""
+        found = set()
+        for name, mesh in self._common.ceded.items():
+            live = captured.tensors.get(name)
+            if live is not None and live.spread is not None and live.spread.mesh.key != mesh:
+                found.add(name)
+        return found
+
+    def _digest_replicas(self, captured: Captured) -> dict[str, str]:
+        """Digests of what this rank holds and others hold as well.
 
         Taken at every save (invariant 8): replicas that were equal at the first one drift apart when a schedule
         follows a rank's own loss, say, and a checkpoint made of parts of several ranks would be none of them.
         """
-        if self.cluster.world_size == 1:
-            return ""
-        return digest_text(msgspec.json.encode([self._apart, digest_replicas(captured, frozenset(self._apart))]))
+        if self.cluster.world_size == 1 or self.settings.check_replicas != "always":
+            return {}
+        rank, common = self.cluster.rank, self._common
+        held = held_of(captured, rank, common.ceded)
+        contested = {f"{name} {box}": digest for name, (box, digest) in held.tensors.items()}
+        return fold(digest_replicas(captured, rank, {*common.apart, *common.ceded})) | contested
 
     def _common_plan(self, save: SaveId, captured: Captured) -> CommonPlan:
-        """Compare replicated tensors with all ranks: what is not common, each holder stores apart (invariant 8)."""
-        details = {
-            name: (str(captured.tensors[name].tensor.dtype), list(captured.tensors[name].tensor.shape), digest)
-            for name, digest in digest_replicas(captured, apart=()).items()
-        }
-        self._enter(save, Entered(replicas=digest_text(msgspec.json.encode(details)), changed=True))
-        answer = self._read_plan(save, "plan")
-        if answer.want_details:
-            self.channel.post(f"{save.phase}/details/{self.cluster.rank}", msgspec.json.encode(Details(details)))
-            answer = self._read_plan(save, "plan-in-detail")
-        if answer.error:
-            raise SaveFailed(answer.error)
-        if answer.differing and self.cluster.rank == 0:
+        """Compare shared tensors with all ranks: what is not common, and who writes what several hold (invariant 8)."""
+        rank, check = self.cluster.rank, self.settings.check_replicas != "never"
+        self._enter(save, entry_of(captured, rank, check))
+        plan = self._read_plan(save, "plan")
+        if plan.ask and not plan.error:
+            if rank in plan.ask:
+                self._answer(save, "details", details_of(captured, rank, check))
+            plan = self._read_plan(save, "plan-in-detail")
+        if plan.contested and not plan.error:
+            self._answer(save, "held", held_of(captured, rank, plan.contested))
+            settled = self._read_plan(save, "plan-settled")
+            plan = msgspec.structs.replace(plan, ceded=settled.ceded, error=settled.error, mistake=settled.mistake)
+        if plan.error:
+            raise (ReplicasDiffer if plan.mistake else SaveFailed)(plan.error)
+        if plan.differing and rank == 0:
             log.warning(
                 "%d tensors that should be equal on all ranks are not: %s; each rank's own values are saved",
-                len(answer.differing),
-                "; ".join(answer.differing[:4]),
+                len(plan.differing),
+                "; ".join(plan.differing[:4]),
             )
-        return answer
+        return plan
 
     def _read_plan(self, save: SaveId, what: str) -> CommonPlan:
         if self.channel.wait_all([f"{save.phase}/entered/0"], self.settings.deadline_s):
@@ -240,6 +260,9 @@ class Session:
             f"{save.phase}/{what}", 2 * self.settings.deadline_s, f"the other ranks to enter the save of {save}"
         )
         return msgspec.json.decode(data, type=CommonPlan)
+
+    def _answer(self, save: SaveId, what: str, answer: Details | Held) -> None:
+        self.channel.post(f"{save.phase}/{what}/{self.cluster.rank}", msgspec.json.encode(answer))
 
     def _enter(self, save: SaveId, entered: Entered) -> None:
         self.channel.post(f"{save.phase}/entered/{self.cluster.rank}", msgspec.json.encode(entered))
@@ -264,7 +287,7 @@ class Session:
     def forget_plan(self) -> None:
         """Plan anew, together with all ranks, at the next save."""
         self._plan = None
-        self._replicated = ""
+        self._shared = ""
 
     def wait(self) -> bool:
         """Wait until no save is in flight; False if one still is at the deadline."""
@@ -301,7 +324,7 @@ class Session:
 
 def _warn_of_modules_without_ddp(captured: Captured, world_size: int) -> None:
     modules = any(value.get("kind") == "module" for value in captured.values.values())
-    if modules and not any(live.replicated for live in captured.tensors.values()):
+    if modules and all(live.spread is None for live in captured.tensors.values()):
         log.warning(
             "no registered module is a DistributedDataParallel: each of %d ranks saves a copy of its own. If you wrap "
             "the model, register the wrapped one: DDP's bucket layout is part of an exact resume",

@@ -8,7 +8,7 @@ time, because a cached plan over replaced tensors writes old values.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
@@ -18,6 +18,7 @@ from unbroken.image.header import dtype_name
 from unbroken.image.image import Arena, ImageLayout, TensorSpec, lay_out
 from unbroken.layout.boxes import Box, name_of_part, whole
 from unbroken.layout.ownership import Extent, share_out
+from unbroken.layout.spread import Stretch
 from unbroken.manifest import PieceRecord, TensorRecord
 from unbroken.state.captured import Captured, LiveTensor
 
@@ -33,7 +34,17 @@ class Part:
     stored_as: str
     """Its name in the file."""
     shared: bool
-    """True: a part of what all ranks share; False: this rank's own."""
+    """True: a part of what ranks share; False: this rank's own."""
+    held: Box
+    """What the live tensor holds, or that box of it which `box` lies in."""
+    offset: int | None = None
+    """Where that box begins in a live tensor that is flat, in elements; None if the live tensor is that box."""
+
+    def source(self, live: torch.Tensor) -> torch.Tensor:
+        """The view of the live tensor that is copied."""
+        if self.offset is not None:
+            live = live[self.offset : self.offset + self.held.numel].view(self.held.shape)
+        return live if self.box == self.held else live[self.box.slices(self.held)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +72,15 @@ class Snapshot:
     """Encoded JSON by registered name."""
 
 
-def structure_of(captured: Captured, replicated_only: bool = False) -> str:
-    """Digest of what tensors there are: names, dtypes, shapes, and who holds them."""
+def structure_of(captured: Captured, shared_only: bool = False) -> str:
+    """Digest of what tensors there are: names, dtypes, shapes, and how they lie on the ranks.
+
+    Of shared tensors it is the same for all ranks that have the same ones, whatever parts of them they hold.
+    """
     text = "\n".join(
-        f"{name}\t{live.tensor.dtype}\t{tuple(live.tensor.shape)}\t{live.replicated}"
+        f"{name}\t{live.tensor.dtype}\t{live.spread.describe() if live.spread else tuple(live.tensor.shape)}"
         for name, live in sorted(captured.tensors.items())
-        if live.replicated or not replicated_only
+        if live.spread is not None or not shared_only
     )
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -76,26 +90,52 @@ def is_shared(name: str, live: LiveTensor, world_size: int) -> bool:
 
     A single process owns everything, so that a later job of any size finds it; only RNG stays a rank's own.
     """
-    return live.replicated if world_size > 1 else not name.startswith("rng/")
+    return live.spread is not None if world_size > 1 else not name.startswith("rng/")
 
 
-def plan_snapshot(captured: Captured, rank: int, world_size: int, apart: Collection[str]) -> Plan:
-    """What `rank` writes. All ranks with the same shared tensors and the same `apart` divide them alike.
+def plan_snapshot(
+    captured: Captured, rank: int, world_size: int, apart: Collection[str] = (), ceded: Collection[str] = ()
+) -> Plan:
+    """What `rank` writes. All holders of a part, with the same `apart`, divide it alike.
 
     apart  names of tensors that only some ranks have, or that differ between ranks: each holder stores its own
+    ceded  names of tensors that others, who hold the same, write
     """
     live = captured.tensors
     shared = [name for name in sorted(live) if is_shared(name, live[name], world_size) and name not in apart]
-    extents = [Extent(name, tuple(live[name].tensor.shape), live[name].tensor.dtype.itemsize) for name in shared]
-    parts = [
-        Part(share.name, share.box, name_of_part(share.name, share.box, tuple(live[share.name].tensor.shape)), True)
-        for share in share_out(extents, world_size)[rank]
-    ]
+    parts = []
+    for holders, held in _held_together(live, [name for name in shared if name not in ceded], rank).items():
+        extents = [Extent(part.tensor, part.held, live[part.tensor].tensor.dtype.itemsize) for part in held]
+        by_box = {(part.tensor, part.held): part for part in held}
+        for share in share_out(extents, len(holders))[holders.index(rank)]:
+            part = by_box[share.name, share.held]
+            stored_as = name_of_part(share.name, share.box, live[share.name].shape)
+            parts.append(replace(part, box=share.box, stored_as=stored_as))
     for name in sorted(set(live) - set(shared)):
-        parts.append(Part(name, whole(tuple(live[name].tensor.shape)), f"rank-{rank:05d}/{name}", False))
+        box = whole(tuple(live[name].tensor.shape))
+        parts.append(Part(name, box, f"rank-{rank:05d}/{name}", False, box))
     layout = lay_out([TensorSpec(part.stored_as, live[part.tensor].tensor.dtype, part.box.shape) for part in parts])
     shared_records, own_records = _records(parts, layout, live)
     return Plan(structure_of(captured), tuple(parts), layout, shared_records, own_records)
+
+
+def _held_together(live: Mapping[str, LiveTensor], names: list[str], rank: int) -> dict[tuple[int, ...], list[Part]]:
+    """What this rank holds of shared tensors, by the ranks that hold exactly the same."""
+    together: dict[tuple[int, ...], list[Part]] = {}
+    for name in names:
+        tensor, spread = live[name].tensor, live[name].spread
+        if spread is None:  # of a single process
+            box = whole(tuple(tensor.shape))
+            together.setdefault((rank,), []).append(Part(name, box, name, True, box))
+            continue
+        holders = spread.holders_of(rank)
+        offset = 0 if isinstance(spread, Stretch) else None
+        for box in spread.boxes_of(rank):
+            if box.numel or whole(spread.shape).numel == 0:
+                together.setdefault(holders, []).append(Part(name, box, name, True, box, offset))
+            if offset is not None:
+                offset += box.numel
+    return together
 
 
 def _records(
@@ -106,12 +146,14 @@ def _records(
     own: dict[str, TensorRecord] = {}
     for part in parts:
         tensor = live[part.tensor].tensor
-        shape = tuple(tensor.shape)
+        shape = live[part.tensor].shape if part.shared else tuple(tensor.shape)
         place = places[part.stored_as]
         box = None if part.box == whole(shape) else list(zip(part.box.begin, part.box.end, strict=True))
         piece = PieceRecord(0, place.begin, place.end, box)
         records = shared if part.shared else own
-        records[part.tensor] = TensorRecord(dtype_name(tensor.dtype), list(shape), [piece])
+        known = records.get(part.tensor)
+        pieces = [*known.pieces, piece] if known else [piece]
+        records[part.tensor] = TensorRecord(dtype_name(tensor.dtype), list(shape), pieces)
     return shared, own
 
 
@@ -125,34 +167,36 @@ def take(captured: Captured, plan: Plan, arena: Arena) -> Snapshot:
     sources = []
     targets = []
     for part in plan.parts:
-        tensor = captured.tensors[part.tensor].tensor
-        sources.append(tensor[part.box.slices(whole(tuple(tensor.shape)))] if part.shared else tensor)
+        sources.append(part.source(captured.tensors[part.tensor].tensor))
         targets.append(views[part.stored_as])
     if targets:
         torch._foreach_copy_(targets, sources)
     return Snapshot(plan, arena, {name: msgspec.json.encode(value) for name, value in captured.values.items()})
 
 
-def digest_replicas(captured: Captured, apart: Collection[str]) -> dict[str, str]:
-    """A digest of the values of each replicated tensor that is not kept `apart`, by name, to compare between ranks.
+def digest_replicas(captured: Captured, rank: int, apart: Collection[str]) -> dict[tuple[int, ...], dict[str, str]]:
+    """A digest of each part that other ranks hold as well, by those ranks and by name, to compare between them.
 
-    Reads every such tensor. On the CPU xxh3 of the bytes; elsewhere a sum of their integers, taken on the device, so
+    Reads every such part. On the CPU xxh3 of the bytes; elsewhere a sum of their integers, taken on the device, so
     that a replica is not copied to be compared: it finds values that drifted apart, not a permutation of them.
     """
-    names = [name for name, live in sorted(captured.tensors.items()) if live.replicated and name not in apart]
-    digests = {}
-    sums: dict[str, torch.Tensor] = {}
-    for name in names:
-        tensor = captured.tensors[name].tensor
-        if tensor.device.type == "cpu":
-            digests[name] = xxhash.xxh3_64_hexdigest(_as_bytes(tensor).numpy().data)
+    digests: dict[tuple[int, ...], dict[str, str]] = {}
+    sums: list[tuple[tuple[int, ...], str, torch.Tensor]] = []
+    for name, live in sorted(captured.tensors.items()):
+        holders = live.spread.holders_of(rank) if live.spread is not None and name not in apart else (rank,)
+        if len(holders) < 2:
+            continue
+        if live.tensor.device.type == "cpu":
+            digests.setdefault(holders, {})[name] = xxhash.xxh3_64_hexdigest(as_bytes(live.tensor).numpy().data)
         else:
-            sums[name] = _as_bytes(tensor).sum(dtype=torch.int64)
+            sums.append((holders, name, as_bytes(live.tensor).sum(dtype=torch.int64)))
     # One transfer for all, not one for each.
-    totals = torch.stack([total.cpu() for total in sums.values()]).tolist() if sums else []
-    return {**digests, **{name: f"{total:x}" for name, total in zip(sums, totals, strict=True)}}
+    totals = torch.stack([total.cpu() for _, _, total in sums]).tolist() if sums else []
+    for (holders, name, _), total in zip(sums, totals, strict=True):
+        digests.setdefault(holders, {})[name] = f"{total:x}"
+    return digests
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The values in row-major order, as flat uint8."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -41,8 +41,10 @@ class Job:
     """None if this rank could not take one."""
     error: str = ""
     """Why not."""
-    agreed: str = ""
-    """Digest of what all ranks must have alike: the plan and the values of their replicas."""
+    plan: str = ""
+    """Digest of the common plan."""
+    replicas: dict[str, str] = field(default_factory=dict)
+    """Digests of what other ranks must have alike (`agreement.fold`)."""
 
 
 def not_entered_by_rank_0(save: SaveId, deadline_s: float) -> str:
@@ -146,6 +148,7 @@ class Writer:
             shared=plan.shared,
             own=plan.own,
             values={key: msgspec.Raw(value) for key, value in job.snapshot.values.items()},
-            agreed=job.agreed,
+            plan=job.plan,
+            replicas=job.replicas,
             seconds=time.monotonic() - began,
         )

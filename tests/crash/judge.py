@@ -16,7 +16,7 @@ from unbroken.candidates import candidates, find_tip, saved_for, saved_tensors
 from unbroken.errors import UnbrokenError
 from unbroken.manifest import Manifest, decode, parse_step_directory
 from unbroken.policy import Keep
-from unbroken.reading import read_tensors
+from unbroken.reading import read_tensors, targets_of
 from unbroken.retention import MANIFEST_NAME
 from unbroken.store.local import LocalStore
 
@@ -99,19 +99,15 @@ def examine(root: Path, world_size: int, atomic: bool = True) -> tuple[str, list
 
 def _compare(store: LocalStore, directory: str, manifest: Manifest, world_size: int) -> str:
     for rank in range(world_size):
-        records, values = saved_for(manifest, rank, world_size)
+        saved = saved_for(manifest, rank, world_size)
         live = Live()
+        restoration = live.prepare(saved_tensors(saved.records), saved.values, strict=True)
+        targets = {name: targets_of(target, None, rank) for name, target in restoration.targets.items()}
         try:
-            read_tensors(
-                store,
-                directory,
-                manifest,
-                records,
-                live.prepare(saved_tensors(records), values, strict=True).targets,
-            )
+            read_tensors(store, directory, manifest, saved.records, targets)
         except UnbrokenError as error:
             return f"{directory} is damaged: {error}"
-        if not live.equals(state_of(rank, manifest.step)):
+        if not live.equals(state_of(rank, manifest.step, world_size)):
             return f"{directory} is not what rank {rank} saved"
     return ""
 
@@ -127,7 +123,7 @@ def go_on(root: Path, world_size: int, newest: int | None, atomic: bool = True) 
     manifest = job.restored.manifest
     restored = manifest.step if manifest is not None else None
     if restored != newest or not all(
-        live.equals(state_of(rank, restored)) for rank, live in enumerate(job.live) if restored is not None
+        live.equals(state_of(rank, restored, world_size)) for rank, live in enumerate(job.live) if restored is not None
     ):
         job.close()
         return f"the job went on from step {restored} instead of {newest}"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from crash.recorder import Recorder, RecordingStore
-from ranks import on_all
+from ranks import on_all, replica
 from unbroken.cluster import Cluster
 from unbroken.commit import Outcome, SaveId
 from unbroken.directory import agree_on_directory
@@ -31,7 +31,7 @@ RUN = "runs/small"
 DEADLINE_S = 20.0
 
 
-def state_of(rank: int, step: int) -> Captured:
+def state_of(rank: int, step: int, world_size: int) -> Captured:
     """What `rank` saves at `step`: something all ranks share, something of its own, values."""
     shared = torch.arange(6.0) * (step + 1)
     own = torch.full((3,), 16 * rank + step, dtype=torch.uint8)
@@ -40,8 +40,8 @@ def state_of(rank: int, step: int) -> Captured:
         "own": {"kind": "object", "state": {"of_rank": rank}},
     }
     captured = Captured(values=values)
-    captured.tensors["model/w"] = LiveTensor(shared, replicated=True)
-    captured.tensors["rng/torch"] = LiveTensor(own, replicated=False)
+    captured.tensors["model/w"] = replica(shared, world_size)
+    captured.tensors["rng/torch"] = LiveTensor(own)
     return captured
 
 
@@ -52,12 +52,12 @@ class Live:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
-    def prepare(self, tensors: SavedTensors, values: Any, *, strict: bool) -> Restoration:
+    def prepare(self, tensors: SavedTensors, values: Any, *, strict: bool, seed: int | None = None) -> Restoration:
         """Room for everything that was saved."""
         assert strict
         self.tensors = {name: torch.zeros(saved.shape, dtype=saved.dtype) for name, saved in tensors.items()}
         self.values = dict(values)
-        return Restoration(self.tensors, lambda: None)
+        return Restoration(self.tensors, {}, lambda: None)
 
     def equals(self, captured: Captured) -> bool:
         """True if it holds, bit for bit, what was captured."""
@@ -80,7 +80,7 @@ class Job:
         """Save `step` on all ranks and wait for the outcome."""
 
         def act(session: Session) -> Outcome:
-            session.save(SaveId(step, 0, attempt), state_of(session.cluster.rank, step))
+            session.save(SaveId(step, 0, attempt), state_of(session.cluster.rank, step, session.cluster.world_size))
             assert session.wait()
             return session.outcomes.popleft()
 

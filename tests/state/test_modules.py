@@ -106,7 +106,7 @@ def test_channels_last_stays():
 
 def test_only_parameters_under_ddp_of_all_ranks_are_replicated(single_rank):
     captured = State({"model": DistributedDataParallel(Net())}).capture(accumulating=False)
-    assert not any(live.replicated for live in captured.tensors.values())
+    assert not any(live.spread for live in captured.tensors.values())
 
 
 def test_a_transient_buffer_may_be_missing_and_is_named():

@@ -7,6 +7,7 @@ Nothing here knows of ranks, files or bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -49,6 +50,41 @@ def intersect(one: Box, other: Box) -> Box | None:
     if any(first >= last for first, last in zip(begin, end, strict=True)):
         return None
     return Box(begin, end)
+
+
+def offset_in(box: Box, index: tuple[int, ...]) -> int:
+    """Elements before the one at `index` in the row-major order of `box`."""
+    offset = 0
+    for at, first, length in zip(index, box.begin, box.shape, strict=True):
+        offset = offset * length + at - first
+    return offset
+
+
+def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+    """The elements `first` to `last` of a flattened tensor as boxes, at most two a dimension and one more.
+
+    One box after another, row-major, gives the elements in their order. Nothing for an empty range.
+    """
+    if first >= last:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    (top, left), (bottom, right) = divmod(first, row), divmod(last, row)
+    if left or (top == bottom and right):  # begins inside a row
+        end = right if top == bottom else row
+        yield from _within_row(shape, top, left, end)
+        top += 1
+    if top < bottom:
+        yield Box((top, *(0,) * (len(shape) - 1)), (bottom, *shape[1:]))
+    if right and top <= bottom:
+        yield from _within_row(shape, bottom, 0, right)
+
+
+def _within_row(shape: tuple[int, ...], row: int, first: int, last: int) -> Iterator[Box]:
+    for box in boxes_of_range(shape[1:], first, last):
+        yield Box((row, *box.begin), (row + 1, *box.end))
 
 
 def name_of_part(tensor: str, box: Box, shape: tuple[int, ...]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unbroken.layout.boxes import Box, whole
+from unbroken.layout.boxes import Box
 
 SPLIT_BYTES = 1 << 20
 """A tensor larger than this may be cut along its first dimension; a smaller one has one writer."""
@@ -17,17 +17,18 @@ SPLIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One tensor to be shared out."""
+    """One tensor to be shared out, or a part of one."""
 
     name: str
-    shape: tuple[int, ...]
+    box: Box
+    """What all the writers hold of it."""
     itemsize: int
     """Bytes per element."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return whole(self.shape).numel * self.itemsize
+        """Bytes of the box."""
+        return self.box.numel * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,12 @@ class Share:
 
     name: str
     box: Box
+    held: Box
+    """The extent's box, which it lies in."""
 
 
 def share_out(extents: Sequence[Extent], writers: int) -> list[list[Share]]:
-    """For each of `writers` ranks, the parts it writes; together they cover every tensor exactly once.
+    """For each of `writers` ranks, the parts it writes; together they cover every extent exactly once.
 
     The tensors are laid end to end in the given order and the line is cut into `writers` equal lengths. A cut that
     falls into a large tensor divides it between two rows of its first dimension; a small tensor goes whole to the rank
@@ -50,24 +53,26 @@ def share_out(extents: Sequence[Extent], writers: int) -> list[list[Share]]:
     offset = 0
     for extent in extents:
         for writer, box in _divide(extent, offset, total, writers):
-            shares[writer].append(Share(extent.name, box))
+            shares[writer].append(Share(extent.name, box, extent.box))
         offset += extent.nbytes
     return shares
 
 
 def _divide(extent: Extent, offset: int, total: int, writers: int) -> list[tuple[int, Box]]:
     """The writers of one tensor that lies at `offset` on the line of `total` bytes."""
-    rows = extent.shape[0] if extent.shape else 1
+    shape = extent.box.shape
+    rows = shape[0] if shape else 1
     row_bytes = extent.nbytes // rows if rows else 0
     if extent.nbytes <= SPLIT_BYTES or rows < 2:
-        return [(_writer_at(offset + extent.nbytes // 2, total, writers), whole(extent.shape))]
+        return [(_writer_at(offset + extent.nbytes // 2, total, writers), extent.box)]
     parts: list[tuple[int, Box]] = []
-    first = 0
+    origin, first = extent.box.begin[0], 0
     for writer in range(_writer_at(offset, total, writers), writers):
         cut = (writer + 1) * total // writers - offset
         last = rows if writer == writers - 1 else min(rows, max(first, round(cut / row_bytes)))
         if last > first:
-            parts.append((writer, Box((first, *(0,) * (len(extent.shape) - 1)), (last, *extent.shape[1:]))))
+            begin, end = extent.box.begin[1:], extent.box.end[1:]
+            parts.append((writer, Box((origin + first, *begin), (origin + last, *end))))
         first = last
         if first == rows:
             break

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from unbroken.layout.spread import Spread
+
 Json: TypeAlias = Any
 """A value that JSON can hold, as `state.codec` encodes it."""
 
@@ -23,10 +25,15 @@ class LiveTensor:
     """One tensor of the state, as it lies in the running job. Not a copy."""
 
     tensor: torch.Tensor
-    """Detached; any device, strides and memory format."""
-    replicated: bool
-    """True if every rank holds the same values by construction (parameters under DDP and their optimizer state), so
-    that ranks may share the writing. False: each rank's own, stored once per rank."""
+    """What this rank holds of it. Detached; any device, strides and memory format. Flat for a `Stretch`."""
+    spread: Spread | None = None
+    """How the whole tensor lies on the ranks by construction: replicas (parameters under DDP and their optimizer
+    state) share the writing, shards are written by their holders. None: this rank's own, stored once per rank."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.spread.shape if self.spread is not None else tuple(self.tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +60,14 @@ class Restoration:
 
     targets: dict[str, torch.Tensor]
     """Where the bytes of each saved tensor go, by full name: live storage where there is one, fresh tensors elsewhere.
-    Fill with `target.copy_(value)` under `torch.no_grad()`; shapes and dtypes equal the saved ones."""
+    Fill with `target.copy_(value)` under `torch.no_grad()`; dtypes equal the saved ones, and shapes too, where the
+    target is not only a part."""
+    spreads: dict[str, Spread]
+    """Which part of its tensor a target is, for those that are spread over ranks."""
     finish: Callable[[], None]
     """Call once after all targets are filled: hands values to `load_state_dict`s and restores RNG last of all."""
+    unexpected: list[str] = field(default_factory=list)
+    """What the checkpoint has and this rank's objects do not; no fault if another rank's do."""
     warnings: list[str] = field(default_factory=list)
     """What is not exactly as it was (a parameter frozen since, say); one line each, for one warning."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unbroken.errors import StateMismatch, UnbrokenError, UsageError
+from unbroken.layout.spread import Spread
 from unbroken.state.captured import Json, Restoration, SavedTensor
 from unbroken.state.codec import decode, references
 
@@ -47,6 +48,7 @@ class Draft:
     """What the checkpoint has."""
     values: Mapping[str, Json]
     targets: dict[str, Tensor] = field(default_factory=dict)
+    spreads: dict[str, Spread] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """The live objects have it, the checkpoint does not."""
@@ -86,21 +88,27 @@ class Draft:
         """Leave these tensors out of `unexpected`."""
         self._used.update(names)
 
-    def fits(self, name: str, target: Tensor) -> bool:
-        """True if the saved tensor `name` has the dtype and shape of `target`; notes it if not."""
+    def fits(self, name: str, target: Tensor, spread: Spread | None = None) -> bool:
+        """True if the saved tensor `name` has the dtype and shape of `target`, or of what it is a part of.
+
+        Notes it if not.
+        """
         saved = self.saved(name)
         if saved is None:
             return False
-        if saved.dtype != target.dtype or tuple(saved.shape) != tuple(target.shape):
-            here, there = _describe(target.dtype, tuple(target.shape)), _describe(saved.dtype, tuple(saved.shape))
+        shape = tuple(target.shape) if spread is None else spread.shape
+        if saved.dtype != target.dtype or tuple(saved.shape) != shape:
+            here, there = _describe(target.dtype, shape), _describe(saved.dtype, tuple(saved.shape))
             self.differing.append(f"{name} is {here}, and was {there}")
             return False
         return True
 
-    def fill(self, name: str, target: Tensor) -> None:
-        """Read the saved tensor `name` into `target`, if it fits."""
-        if self.fits(name, target):
+    def fill(self, name: str, target: Tensor, spread: Spread | None = None) -> None:
+        """Read the saved tensor `name` into `target`, or into what this rank holds of it, if it fits."""
+        if self.fits(name, target, spread):
             self.targets[name] = target.detach()
+            if spread is not None:
+                self.spreads[name] = spread
 
     def decoder(self, value: Json) -> Callable[[], object]:
         """Make room for the tensors of an encoded value; what is returned decodes it once they are filled."""
@@ -132,20 +140,33 @@ class Draft:
     def finished(self, *, strict: bool) -> Restoration:
         """The restore, ready to be filled. Raises StateMismatch if it does not fit.
 
-        strict  False: what only one side has is left as it is, with a warning
+        strict  False: what the checkpoint lacks is left as it is, with a warning
+
+        What only the checkpoint has is left to the caller (`only_saved`), who knows what other ranks have.
         """
         self.unexpected += sorted(set(self.tensors) - self._used)
-        sides = [_listed("missing in the checkpoint", self.missing), _listed("only in the checkpoint", self.unexpected)]
+        missing = [_listed("missing in the checkpoint", self.missing)] if self.missing else []
         differing = [_listed("differ", self.differing)] if self.differing else []
-        problems = [side for side in sides if side] + differing
-        if differing or (strict and problems):
-            raise StateMismatch(
-                f"the checkpoint does not fit the live objects: {'; '.join(problems)}\n"
-                "nothing was changed; build the same objects as when it was saved, and register them by the same names"
-            )
+        if differing or (strict and missing):
+            raise _misfit([*missing, _listed("only in the checkpoint", self.unexpected), *differing])
         steps = [(what, step) for _, what, step in sorted(self._steps, key=lambda entry: entry[0])]
-        self.warnings += [f"not restored: {text}" for text in problems]
-        return Restoration(self.targets, lambda: _run(steps), self.warnings)
+        self.warnings += [f"not restored: {text}" for text in missing]
+        return Restoration(self.targets, self.spreads, lambda: _run(steps), self.unexpected, self.warnings)
+
+
+def only_saved(restoration: Restoration, names: list[str], *, strict: bool) -> None:
+    """What the checkpoint has and no rank's live objects do: an error, or with strict=False a warning."""
+    if names and strict:
+        raise _misfit([_listed("only in the checkpoint", names)])
+    if names:
+        restoration.warnings.append(f"not restored: {_listed('only in the checkpoint', names)}")
+
+
+def _misfit(problems: list[str]) -> StateMismatch:
+    return StateMismatch(
+        f"the checkpoint does not fit the live objects: {'; '.join(filter(None, problems))}\n"
+        "nothing was changed; build the same objects as when it was saved, and register them by the same names"
+    )
 
 
 def count_and_name(names: list[str]) -> str:

@@ -13,10 +13,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unbroken.state.captured import Captured, Json, LiveTensor
+from unbroken.layout.spread import Spread
+from unbroken.state.captured import Captured, Json
 from unbroken.state.codec import encode
 from unbroken.state.draft import Draft, Phase
 from unbroken.state.names import ParameterNames
+from unbroken.state.optimizer_state import capture_beside
 from unbroken.state.optimizers import MatchedGroup, match_groups, owners_in
 
 KIND = "optimizer with its own state_dict"
@@ -36,30 +38,30 @@ def capture_foreign(captured: Captured, name: str, optimizer: Optimizer, paramet
     order = _order(state_dict, members)
     state = {order[index]: entry for index, entry in state_dict.pop("state").items()} if order else {}
     groups = [_options(group) for group in state_dict.pop("param_groups")] if order else []
-    replicated = {owner.name for group in owners for owner in group if owner.replicated}
+    spreads = {owner.name: owner.spread for group in owners for owner in group}
     captured.values[name] = {
         "kind": KIND,
         "named": bool(order),
         "members": members,
-        "groups": _encode(captured, groups, f"{name}/group", f"{name}.state_dict()['param_groups']", False),
+        "groups": _encode(captured, groups, f"{name}/group", f"{name}.state_dict()['param_groups']", None),
         "state": {
             parameter: _encode(
                 captured,
                 entry,
                 f"{name}/state/{parameter}",
                 f"{name}.state_dict()['state'][{parameter}]",
-                parameter in replicated,
+                spreads[parameter],
             )
             for parameter, entry in state.items()
         },
-        "more": _encode(captured, state_dict, f"{name}/own", f"{name}.state_dict()", False),
+        "more": _encode(captured, state_dict, f"{name}/own", f"{name}.state_dict()", None),
     }
 
 
-def _encode(captured: Captured, value: object, path: str, text: str, replicated: bool) -> Json:
+def _encode(captured: Captured, value: object, path: str, text: str, spread: Spread | None) -> Json:
     tensors: dict[str, Tensor] = {}
     encoded = encode(value, path, tensors, text=text)
-    captured.tensors.update({key: LiveTensor(tensor, replicated) for key, tensor in tensors.items()})
+    capture_beside(captured, tensors, spread)
     return encoded
 
 

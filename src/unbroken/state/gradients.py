@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from unbroken.errors import UnsupportedValue
-from unbroken.state.arrays import reason_not_plain
 from unbroken.state.captured import Captured, LiveTensor
 from unbroken.state.draft import Draft, Phase
-from unbroken.state.names import ParameterNames, fresh_like
+from unbroken.state.names import ParameterNames, fresh_like, reason_not_storable
+from unbroken.state.sharding import local_of, spread_of
 
 ROOT = "gradients"
 KIND = "gradients"
@@ -31,12 +31,12 @@ def capture_gradients(captured: Captured, parameters: ParameterNames, *, accumul
     for slot in present:
         gradient = slot.tensor.grad
         assert gradient is not None
-        problem = reason_not_plain(gradient)
+        problem = reason_not_storable(gradient)
         if problem is not None:
             raise UnsupportedValue(
                 f"the gradient of {slot.name} is {problem}: save between two optimizer steps instead"
             )
-        captured.tensors[f"{ROOT}/{slot.name}"] = LiveTensor(gradient.detach(), False)
+        captured.tensors[f"{ROOT}/{slot.name}"] = LiveTensor(local_of(gradient).detach(), spread_of(gradient))
 
 
 def prepare_gradients(draft: Draft, parameters: ParameterNames) -> None:
@@ -65,7 +65,7 @@ def _prepare_one(draft: Draft, name: str, parameter: Tensor) -> None:
         return
     # Never the live gradient: it may be a view into a bucket, which the replay of `buckets` writes over.
     target = fresh_like(parameter, saved.dtype, tuple(saved.shape), parameter.device)
-    draft.fill(name, target)
+    draft.fill(name, local_of(target), spread_of(target))
     draft.then(Phase.GRADIENTS, lambda: _set(parameter, target))
 
 

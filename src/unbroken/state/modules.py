@@ -35,7 +35,7 @@ def capture_module(captured: Captured, name: str, module: nn.Module, slots: list
         for place in walk(module)
         if _has_extra_state(place.module)
     }
-    captured.tensors.update({key: LiveTensor(tensor, False) for key, tensor in tensors.items()})
+    captured.tensors.update({key: LiveTensor(tensor) for key, tensor in tensors.items()})
     captured.values[name] = {
         "kind": KIND,
         "parameters": [slot.fqn for slot in slots if slot.is_parameter],
@@ -43,14 +43,15 @@ def capture_module(captured: Captured, name: str, module: nn.Module, slots: list
         "buffers": [slot.fqn for slot in slots if not slot.is_parameter and slot.persistent],
         "transient_buffers": [slot.fqn for slot in slots if not slot.persistent],
         "extra": extra,
+        "broadcast": [slot.fqn for slot in slots if slot.broadcast],
     }
 
 
 def capture_slots(captured: Captured, ties: Ties) -> None:
     """The tensors of all modules, each once, and under which other names they are known."""
     for slots in ties.groups.values():
-        replicated = any(slot.replicated for slot in slots)
-        captured.tensors[slots[0].name] = LiveTensor(slots[0].tensor.detach(), replicated)
+        spread = next((slot.spread for slot in slots if slot.spread is not None), None)
+        captured.tensors[slots[0].name] = LiveTensor(slots[0].local.detach(), spread)
     for slots in ties.groups.values():
         for slot in slots[1:]:
             captured.values[slot.root].setdefault("aliases", {})[slot.fqn] = slots[0].name
@@ -64,7 +65,7 @@ def prepare_module(draft: Draft, name: str, module: nn.Module, slots: list[Slot]
     live_names = {slot.fqn for slot in slots}
     aliases = value.get("aliases", {})
     gone = [fqn for fqn in value["transient_buffers"] if fqn not in live_names]
-    if gone:
+    if gone and not value.get("merged"):  # else other ranks may have them
         draft.warnings.append(f"{name}: buffers that are not persistent are there no more: {count_and_name(gone)}")
         draft.skip(f"{name}/{fqn}" for fqn in gone)
     draft.unexpected += [f"{name}/{fqn}" for fqn in sorted(set(aliases) - live_names - set(gone))]
@@ -87,8 +88,8 @@ def _prepare_extra_state(draft: Draft, name: str, module: nn.Module, extra: dict
     draft.missing += [f"{_text(name, fqn)}" for fqn in live if fqn not in extra]
     draft.unexpected += [f"{_text(name, fqn)}" for fqn in extra if fqn not in live]
     for fqn, encoded in extra.items():
-        decoded = draft.decoder(encoded)
         if fqn in live:
+            decoded = draft.decoder(encoded)
             draft.then(Phase.MODULES, _calling(live[fqn].set_extra_state, decoded))
 
 
@@ -124,11 +125,14 @@ def prepare_slots(draft: Draft, ties: Ties) -> None:
             names = " and ".join(slot.name for slot in found.values())
             draft.differing.append(f"{names} are one tensor, and were stored as separate ones")
         source = next(iter(found))
-        if source in first_target and draft.fits(source, slots[0].tensor):
-            draft.then(Phase.MODULES, _copying(first_target[source], slots[0].tensor))
-        elif source not in first_target and draft.fits(source, slots[0].tensor):
-            first_target[source] = _target_of(draft, slots[0].tensor)
-            draft.fill(source, first_target[source])
+        local, spread = slots[0].local, slots[0].spread
+        if not draft.fits(source, local, spread):
+            continue
+        if source in first_target:
+            draft.then(Phase.MODULES, _copying(first_target[source], local))
+        else:
+            first_target[source] = _target_of(draft, local)
+            draft.fill(source, first_target[source], spread)
 
 
 def prepare_guard(draft: Draft, ties: Ties) -> None:
@@ -137,10 +141,10 @@ def prepare_guard(draft: Draft, ties: Ties) -> None:
     versions: list[int] = []
 
     def note() -> None:
-        versions.extend(slot.tensor._version for slot in slots)
+        versions.extend(slot.local._version for slot in slots)
 
     def compare() -> None:
-        written = [slot.name for slot, version in zip(slots, versions, strict=True) if slot.tensor._version != version]
+        written = [slot.name for slot, version in zip(slots, versions, strict=True) if slot.local._version != version]
         if written:
             draft.warnings.append(f"loading another object's state wrote over tensors: {count_and_name(written)}")
 

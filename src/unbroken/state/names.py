@@ -18,7 +18,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.nn.parallel import DistributedDataParallel
 
 from unbroken.errors import UnsupportedValue, UsageError
+from unbroken.layout.spread import Spread, replicated
 from unbroken.state.arrays import reason_not_plain
+from unbroken.state.sharding import is_dtensor, local_of, reason_not_spread, spread_of
 
 _WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
     (DistributedDataParallel, "module"),
@@ -51,7 +53,15 @@ class Slot:
     """True for whatever may have a gradient."""
     persistent: bool
     """False for buffers that `state_dict()` leaves out."""
-    replicated: bool
+    spread: Spread | None
+    """How it lies on the ranks by construction; None if it is this rank's own."""
+    broadcast: bool = False
+    """True for a buffer that DDP takes from rank 0 before each forward, whatever other ranks have."""
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank holds of it."""
+        return local_of(self.tensor)
 
     @property
     def name(self) -> str:
@@ -101,14 +111,16 @@ def slots_of(name: str, root: nn.Module) -> list[Slot]:
             ignored[id(place.ddp)] = _ignored_by(place.ddp)
         for own_name, parameter in place.module._parameters.items():
             if parameter is not None:
-                shared = (
-                    place.ddp is not None and spans_world(place.ddp) and id(parameter) not in ignored[id(place.ddp)]
-                )
-                slots.append(Slot(name, join(place.fqn, own_name), parameter, True, True, shared))
+                spread = spread_of(parameter)
+                if spread is None and place.ddp is not None and id(parameter) not in ignored[id(place.ddp)]:
+                    spread = replicated_by(place.ddp, parameter)
+                slots.append(Slot(name, join(place.fqn, own_name), parameter, True, True, spread))
         for own_name, buffer in place.module._buffers.items():
             if buffer is not None:
                 persistent = own_name not in place.module._non_persistent_buffers_set
-                slots.append(Slot(name, join(place.fqn, own_name), buffer, False, persistent, False))
+                broadcast = place.ddp is not None and bool(place.ddp.broadcast_buffers)
+                fqn = join(place.fqn, own_name)
+                slots.append(Slot(name, fqn, buffer, False, persistent, spread_of(buffer), broadcast))
     for slot in slots:
         check_plain(slot)
     return slots
@@ -118,15 +130,15 @@ def check_plain(slot: Slot) -> None:
     """Raise for a tensor without values of its own."""
     if nn.parameter.is_lazy(slot.tensor):
         raise UsageError(f"{slot.name} has no shape yet: run one batch through the model before it is registered")
-    problem = reason_not_plain(slot.tensor)
+    problem = reason_not_storable(slot.tensor)
     if problem is not None:
         raise UnsupportedValue(f"{slot.name} is {problem}, which cannot be stored: register plain dense tensors")
 
 
-def spans_world(ddp: DistributedDataParallel) -> bool:
-    """True if the module is replicated over all ranks of the job, and there is more than one."""
-    size: int = ddp.process_group.size()
-    return size > 1 and size == dist.get_world_size()
+def replicated_by(ddp: DistributedDataParallel, parameter: Tensor) -> Spread | None:
+    """Each rank of DDP's process group holds the parameter whole; None if there is only one."""
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    return replicated(tuple(parameter.shape), tuple(ranks)) if len(ranks) > 1 else None
 
 
 def _ignored_by(ddp: DistributedDataParallel) -> frozenset[int]:
@@ -137,13 +149,21 @@ def _ignored_by(ddp: DistributedDataParallel) -> frozenset[int]:
     return frozenset(id(p) for name, p in ddp.module.named_parameters(remove_duplicate=False) if name in names)
 
 
+def reason_not_storable(tensor: Tensor) -> str | None:
+    """Why a tensor of a module or an optimizer cannot be stored (`a sparse tensor`), or None if it can."""
+    if is_dtensor(tensor):
+        return reason_not_spread(tensor) or reason_not_plain(local_of(tensor))
+    return reason_not_plain(tensor)
+
+
 StorageKey = tuple[object, ...]
 
 
 def storage_key(tensor: Tensor) -> StorageKey:
     """Equal for tensors that are one block of memory seen in one way; an empty tensor is only itself."""
+    owner, tensor = tensor, local_of(tensor)
     if tensor.numel() == 0:
-        return (id(tensor),)
+        return (id(owner),)
     pointer = tensor.untyped_storage().data_ptr()
     place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     return (tensor.device, pointer, *place)
@@ -179,9 +199,9 @@ class ParameterNames:
         """All its full names; the checkpoint may know it by another than the first."""
         return [slot.name for slot in self._slots.get(id(parameter), [])]
 
-    def is_replicated(self, parameter: Tensor) -> bool:
-        """True if all ranks hold the same values: DDP knows it under at least one of its names."""
-        return any(slot.replicated for slot in self._slots.get(id(parameter), []))
+    def spread_of(self, parameter: Tensor) -> Spread | None:
+        """How it lies on the ranks: DDP may know it under only one of its names."""
+        return next((slot.spread for slot in self._slots.get(id(parameter), []) if slot.spread is not None), None)
 
     def parameters(self) -> Iterator[Slot]:
         """Each parameter once, under its first name."""

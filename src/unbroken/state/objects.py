@@ -39,7 +39,7 @@ def capture_object(captured: Captured, name: str, value: Stateful) -> None:
     """The object's `state_dict()`."""
     tensors: dict[str, Tensor] = {}
     encoded = encode(value.state_dict(), name, tensors, text=f"{name}.state_dict()")
-    captured.tensors.update({key: LiveTensor(tensor, False) for key, tensor in tensors.items()})
+    captured.tensors.update({key: LiveTensor(tensor) for key, tensor in tensors.items()})
     captured.values[name] = {"kind": KIND, "state": encoded}
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unbroken.state.arrays import reason_not_plain
+from unbroken.layout.spread import Spread
 from unbroken.state.captured import Captured, Json, LiveTensor, SavedTensor
 from unbroken.state.codec import encode
 from unbroken.state.draft import Draft, device_of_kind
-from unbroken.state.names import fresh_like
+from unbroken.state.names import fresh_like, reason_not_storable
+from unbroken.state.sharding import beside, local_of, spread_of
 
 WITH_PARAMETER = "parameter"
 
@@ -31,7 +32,8 @@ class Owner:
     name: str
     """Full name; at restore the one that the checkpoint knows it by."""
     group: Mapping[str, Any]
-    replicated: bool
+    spread: Spread | None
+    """How the parameter lies on the ranks."""
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ def capture_state(captured: Captured, path: str, owner: Owner, state: Mapping[An
     value: dict[str, Any] = {"keys": [], "tensors": {}, "shared": {}}
     rest = {}
     for key, item in state.items():
-        if not (isinstance(key, str) and isinstance(item, Tensor) and reason_not_plain(item) is None):
+        if not (isinstance(key, str) and isinstance(item, Tensor) and reason_not_storable(item) is None):
             rest[key] = item
             continue
         value["keys"].append(key)
@@ -72,11 +74,21 @@ def capture_state(captured: Captured, path: str, owner: Owner, state: Mapping[An
             continue
         shared.names[id(item)] = f"{path}/{key}"
         value["tensors"][key] = _where(key, item, owner)
-        captured.tensors[f"{path}/{key}"] = LiveTensor(item.detach(), owner.replicated)
+        captured.tensors[f"{path}/{key}"] = LiveTensor(local_of(item).detach(), _spread_of(item, owner))
     tensors: dict[str, Tensor] = {}
     value["rest"] = encode(rest, path, tensors, text=f"the state of {owner.name} in {path.partition('/')[0]}")
-    captured.tensors.update({name: LiveTensor(tensor, owner.replicated) for name, tensor in tensors.items()})
+    capture_beside(captured, tensors, owner.spread)
     return value
+
+
+def capture_beside(captured: Captured, tensors: Mapping[str, Tensor], spread: Spread | None) -> None:
+    """Plain tensors that an optimizer keeps beside parameters that are spread so."""
+    for name, tensor in tensors.items():
+        captured.tensors[name] = LiveTensor(tensor, beside(spread, tuple(tensor.shape)))
+
+
+def _spread_of(item: Tensor, owner: Owner) -> Spread | None:
+    return spread_of(item) or beside(owner.spread, tuple(item.shape))
 
 
 def _where(key: str, item: Tensor, owner: Owner) -> str:
@@ -100,7 +112,7 @@ class StateRestore:
             saved = draft.saved(name)
             if saved is not None:
                 target = _target(saved, where, owner, live.get(key), shared)
-                draft.targets[name] = target.detach()
+                draft.fill(name, local_of(target), _spread_of(target, owner))
                 shared.claim(name, target)
         self._value = value
         self._shared = shared
@@ -122,7 +134,7 @@ def _target(saved: SavedTensor, where: str, owner: Owner, live: object, shared: 
     shape = tuple(saved.shape)
     if (
         isinstance(live, Tensor)
-        and reason_not_plain(live) is None
+        and reason_not_storable(live) is None
         and (live.dtype, tuple(live.shape), live.device.type) == (saved.dtype, shape, device.type)
         and not shared.is_claimed(live)
     ):

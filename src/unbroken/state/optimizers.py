@@ -7,6 +7,7 @@ directly. Its `step` is never called. An optimizer with a `state_dict` of its ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unbroken.errors import UsageError
-from unbroken.state.captured import Captured, Json, LiveTensor
+from unbroken.layout.spread import Spread, Stretch
+from unbroken.state.captured import Captured, Json
 from unbroken.state.codec import TAG, encode
 from unbroken.state.draft import Draft, Phase, count_and_name
 from unbroken.state.names import ParameterNames
-from unbroken.state.optimizer_state import Owner, Shared, StateRestore, capture_state
+from unbroken.state.optimizer_state import Owner, Shared, StateRestore, capture_beside, capture_state
 
 KIND = "optimizer"
 _NOT_OPTIONS = ("params", "param_names")
@@ -59,7 +61,7 @@ def owners_in(name: str, optimizer: Optimizer, parameters: ParameterNames) -> li
                     f"{name}: parameter {position} of group {index}, of shape {list(parameter.shape)}, belongs to "
                     "nothing that is registered; register its module, or the parameter itself under a name of its own"
                 )
-            members.append(Owner(parameter, slot.name, group, parameters.is_replicated(parameter)))
+            members.append(Owner(parameter, slot.name, group, parameters.spread_of(parameter)))
         owners.append(members)
     return owners
 
@@ -77,7 +79,7 @@ def _capture_group(
 ) -> Json:
     """The options of one group. A tensor among them (a learning rate) is named after the group's first parameter."""
     members = [owner.name for owner in owners[index]]
-    replicated = bool(members) and all(owner.replicated for owner in owners[index])
+    spread = _spread_of_options(owners[index])
     value: dict[str, Any] = {"params": members, "options": {}, "shared": {}}
     for key, item in optimizer.param_groups[index].items():
         if key in _NOT_OPTIONS:
@@ -90,8 +92,17 @@ def _capture_group(
         value["options"][key] = encode(item, path, tensors, text=f"{name}.param_groups[{index}][{key!r}]")
         if isinstance(item, Tensor):
             shared.names[id(item)] = path
-        captured.tensors.update({at: LiveTensor(tensor, replicated) for at, tensor in tensors.items()})
+        capture_beside(captured, tensors, spread)
     return value
+
+
+def _spread_of_options(owners: Sequence[Owner]) -> Spread | None:
+    """How an option that is a tensor lies on the ranks: like its parameters, if all of those lie on the same ranks."""
+    spreads = [owner.spread for owner in owners]
+    first = spreads[0] if spreads else None
+    if first is None or any(spread is None or spread.mesh != first.mesh for spread in spreads):
+        return None
+    return first
 
 
 def prepare_optimizer(draft: Draft, name: str, optimizer: Optimizer, parameters: ParameterNames) -> None:
@@ -107,7 +118,7 @@ def prepare_optimizer(draft: Draft, name: str, optimizer: Optimizer, parameters:
     restores: list[tuple[Tensor, StateRestore | None]] = []
     for group in matched:
         for owner in group.owners:
-            state = value["state"].get(owner.name)
+            state = value["state"].get(owner.name) if holds_any(owner) else None
             path = f"{name}/state/{owner.name}"
             live = optimizer.state.get(owner.parameter, {})
             restore = None if state is None else StateRestore(draft, path, owner, live, state, shared)
@@ -124,6 +135,11 @@ def prepare_optimizer(draft: Draft, name: str, optimizer: Optimizer, parameters:
                 state.update(restore.state())
 
     draft.then(Phase.OPTIMIZERS, put_state)
+
+
+def holds_any(owner: Owner) -> bool:
+    """False for a parameter whose flat stretch lies on other ranks: FSDP1 gives it no gradient here, and no state."""
+    return not isinstance(owner.spread, Stretch) or owner.parameter.numel() > 0 or math.prod(owner.spread.shape) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +161,13 @@ def match_groups(
     saved  the names in each saved group
     """
     known = {parameter for members in saved for parameter in members}
-    free = dict(enumerate(map(frozenset, saved)))
+    live = [[_as_saved(owner, parameters, known) for owner in m] for m in owners_in(name, optimizer, parameters)]
+    here = {owner.name for members in live for owner in members}
+    # Of a saved group, other ranks may have the rest: pipeline stages train different layers.
+    free = {at: frozenset(group) & here for at, group in enumerate(saved) if here & set(group) or not group}
     matched: list[MatchedGroup] = []
     found: set[str] = set()
-    for index, members in enumerate(owners_in(name, optimizer, parameters)):
-        renamed = [_as_saved(owner, parameters, known) for owner in members]
+    for index, renamed in enumerate(live):
         draft.missing += [f"{name}'s parameter {owner.name}" for owner in renamed if owner.name not in known]
         owners = [owner for owner in renamed if owner.name in known]
         wanted = frozenset(owner.name for owner in renamed)
@@ -175,7 +193,7 @@ def _as_saved(owner: Owner, parameters: ParameterNames, known: set[str]) -> Owne
     """The owner by the name that the checkpoint has for it: a tied parameter may stand there under another."""
     names = parameters.names_of(owner.parameter)
     saved_as = next((name for name in names if name in known), owner.name)
-    return Owner(owner.parameter, saved_as, owner.group, owner.replicated)
+    return Owner(owner.parameter, saved_as, owner.group, owner.spread)
 
 
 def _prepare_group(draft: Draft, name: str, group: MatchedGroup, saved: Json, shared: Shared) -> None:

@@ -23,6 +23,7 @@ from unbroken.state import buckets, foreign_optimizers, gradients, modules, obje
 from unbroken.state.captured import Captured, Json, LiveTensor, Restoration, SavedTensor
 from unbroken.state.draft import Draft, naming
 from unbroken.state.names import ParameterNames, Slot, Ties, check_plain, slots_of
+from unbroken.state.sharding import spread_of
 
 TENSOR = "tensor"
 """Kind of a tensor that is registered by itself."""
@@ -97,14 +98,21 @@ class State:
             objects.capture_object(captured, name, value)
 
     def prepare(
-        self, tensors: Mapping[str, SavedTensor], values: Mapping[str, Json], *, strict: bool = True
+        self,
+        tensors: Mapping[str, SavedTensor],
+        values: Mapping[str, Json],
+        *,
+        strict: bool = True,
+        seed: int | None = None,
     ) -> Restoration:
         """Check a checkpoint against the live objects and say where its bytes go. Touches nothing.
 
         tensors, values  those of one rank: what is shared, and what is its own
-        strict           False: what only one side has stays as it is, and is named in a warning
+        strict           False: what the checkpoint lacks stays as it is, and is named in a warning
+        seed             for the random numbers of a rank that the checkpoint has none of
 
-        Raises StateMismatch, which lists what is missing, left over or different; UsageError as `capture` does.
+        What the checkpoint has besides is `Restoration.unexpected`: other ranks may have it.
+        Raises StateMismatch, which lists what is missing or different; UsageError as `capture` does.
         """
         draft = Draft(tensors, values)
         by_name = self._slots()
@@ -117,7 +125,7 @@ class State:
         modules.prepare_slots(draft, ties)
         modules.prepare_guard(draft, ties)
         gradients.prepare_gradients(draft, parameters)
-        rng.prepare_global(draft)
+        rng.prepare_global(draft, seed)
         for name in sorted(set(values) - set(self._objects) - {rng.ROOT, gradients.ROOT}):
             draft.unexpected.append(name)
             draft.ignore(name)
@@ -184,7 +192,9 @@ class State:
                 slots[name] = slots_of(name, value)
             elif isinstance(value, Tensor):
                 slots[name] = [
-                    Slot(name, "", value, value.requires_grad or isinstance(value, nn.Parameter), True, False)
+                    Slot(
+                        name, "", value, value.requires_grad or isinstance(value, nn.Parameter), True, spread_of(value)
+                    )
                 ]
                 check_plain(slots[name][0])
         return slots

@@ -108,16 +108,20 @@ def capture_generator(captured: Captured, name: str, generator: object) -> None:
 def _capture(captured: Captured, name: str, state: Any, sort: str) -> None:
     tensors: dict[str, Tensor] = {}
     encoded = encode(state, name, tensors, text=f"the state of {name}")
-    captured.tensors.update({key: LiveTensor(tensor, False) for key, tensor in tensors.items()})
+    captured.tensors.update({key: LiveTensor(tensor) for key, tensor in tensors.items()})
     captured.values[name] = {"kind": KIND, "sort": sort, "state": encoded}
 
 
-def prepare_global(draft: Draft) -> None:
-    """Restore the global generators last of all. A rank that the checkpoint does not know keeps its own: a warning."""
+def prepare_global(draft: Draft, seed: int | None = None) -> None:
+    """Restore the global generators last of all; a rank that the checkpoint does not know begins streams at `seed`."""
     value = draft.values.get(ROOT)
     if value is None:
         draft.ignore(ROOT)
-        draft.warnings.append("random number generators are not restored: the checkpoint has none for this rank")
+        if seed is None:
+            draft.warnings.append("random number generators are not restored: the checkpoint has none for this rank")
+            return
+        draft.warnings.append("the checkpoint has no random number generators for this rank: it begins new streams")
+        draft.then(Phase.GENERATORS, lambda: seed_global(seed))
         return
     devices = len(value["state"].get("cuda", {}))
     if devices > torch.cuda.device_count():
@@ -132,6 +136,13 @@ def prepare_global(draft: Draft) -> None:
         write_global(states)
 
     draft.then(Phase.GENERATORS, restore)
+
+
+def seed_global(seed: int) -> None:
+    """Begin new streams: the same for the same 64-bit seed."""
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # the global one is what is meant
+    torch.manual_seed(seed)  # CUDA's as well
 
 
 def prepare_generator(draft: Draft, name: str, generator: object) -> None:

@@ -1,0 +1,256 @@
+"""Do the ranks mean the same by a name, and do those that hold the same tensor hold the same values?
+
+Asked when the structure of the state is new: each rank sends a digest of its shared tensors (names, dtypes, and how
+they lie on the ranks) and one of the values of each group of replicas. If all are alike, that was all. If not, one
+rank of each kind tells its tensors in detail, and the coordinator finds
+
+- what only some of the ranks of a mesh have, or what replicas have with other values: each holder stores its own
+  (`apart`); a shard, which nobody has whole, cannot be stored so, and is an error;
+- names that two meshes use (two pipeline stages that both register `model`): all who hold such a tensor tell a digest
+  of it. Equal bytes are replicas, and one mesh writes them; other bytes are an error. None is picked (invariant 8).
+
+Pure functions of messages; who sends them is told in `commit` and `session`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+import xxhash
+
+from unbroken.image.digest import digest_text
+from unbroken.layout.spread import Cuts
+from unbroken.snapshot import as_bytes, digest_replicas, structure_of
+from unbroken.state.captured import Captured
+
+
+class Entered(msgspec.Struct):
+    """A rank has come to a save."""
+
+    changed: bool = False
+    """True if its structure is new to it: it waits for the common plan before it copies."""
+    structure: str = ""
+    """Digest of its shared tensors: names, dtypes, and how they lie on the ranks; only given when `changed`."""
+    replicas: dict[str, str] = {}
+    """Digest of names and values of what it shares with each group of ranks; only given when `changed`."""
+    error: str = ""
+    """Why it cannot take part in this save."""
+
+
+class Claim(msgspec.Struct, array_like=True, frozen=True):
+    """One shared tensor, as one rank has it."""
+
+    dtype: str
+    spread: str
+    """How it lies on the ranks, `Spread.describe()`."""
+    mesh: str
+    """Key of its mesh in `Details.meshes`."""
+    whole: bool
+    """True if every rank of the mesh holds it whole."""
+    holders: str = ""
+    """The ranks that hold the same part; empty if it is this rank only."""
+    digest: str = ""
+    """Of the values of that part."""
+
+
+class Details(msgspec.Struct):
+    """Every shared tensor of one rank; asked for only when ranks do not agree."""
+
+    tensors: dict[str, Claim] = {}
+    """By full name."""
+    meshes: dict[str, list[int]] = {}
+    """Ranks by the key of a mesh."""
+
+
+class Held(msgspec.Struct):
+    """What one rank holds of contested tensors: by full name, its boxes as text and a digest of their values."""
+
+    tensors: dict[str, tuple[str, str]] = {}
+
+
+class CommonPlan(msgspec.Struct):
+    """The coordinator's answer to ranks whose structure changed."""
+
+    ask: list[int] = []
+    """These ranks are to send their `Details`; then the answer comes."""
+    contested: list[str] = []
+    """All ranks are to send what they hold of these; then the answer comes."""
+    apart: list[str] = []
+    """Tensors that only some ranks hold or that differ; each holder stores its own."""
+    ceded: dict[str, str] = {}
+    """Names that several meshes hold alike -> key of the mesh whose ranks write them."""
+    differing: list[str] = []
+    """One line for each tensor that ought to be equal and is not."""
+    error: str = ""
+    """Why this save cannot be."""
+    mistake: bool = False
+    """True if no later save could be either: the script names two things alike."""
+
+
+def entry_of(captured: Captured, rank: int, check_values: bool) -> Entered:
+    """What a rank says when its structure is new."""
+    replicas = digest_replicas(captured, rank, ()) if check_values else {}
+    return Entered(True, structure_of(captured, shared_only=True), fold(replicas))
+
+
+def fold(replicas: Mapping[tuple[int, ...], Mapping[str, str]]) -> dict[str, str]:
+    """One digest for each group of ranks instead of one for each tensor."""
+    return {spell(holders): digest_text(msgspec.json.encode(names)) for holders, names in replicas.items()}
+
+
+def details_of(captured: Captured, rank: int, check_values: bool) -> Details:
+    """Every shared tensor of this rank."""
+    replicas = digest_replicas(captured, rank, ()) if check_values else {}
+    digests = {name: (spell(holders), d) for holders, names in replicas.items() for name, d in names.items()}
+    details = Details()
+    for name, live in captured.tensors.items():
+        if live.spread is None:
+            continue
+        mesh = live.spread.mesh
+        details.meshes[mesh.key] = list(mesh.ranks)
+        whole = isinstance(live.spread, Cuts) and not live.spread.order
+        claim = (str(live.tensor.dtype), live.spread.describe(), mesh.key, whole)
+        details.tensors[name] = Claim(*claim, *digests.get(name, ("", "")))
+    return details
+
+
+def held_of(captured: Captured, rank: int, contested: Collection[str]) -> Held:
+    """What this rank holds of contested tensors."""
+    held = Held()
+    for name in contested:
+        live = captured.tensors.get(name)
+        if live is not None and live.spread is not None:
+            boxes = str([(box.begin, box.end) for box in live.spread.boxes_of(rank)])
+            digest = xxhash.xxh3_128_hexdigest(as_bytes(live.tensor).cpu().numpy().data)
+            held.tensors[name] = (f"{live.tensor.dtype} {live.shape} {boxes}", digest)
+    return held
+
+
+def ranks_to_ask(entries: Sequence[Entered]) -> list[int]:
+    """Who must tell details: nobody if all are alike, else one rank of each kind and all whose replicas differ."""
+    first_of: dict[str, int] = {}
+    groups: dict[str, dict[str, list[int]]] = {}
+    for rank, entry in enumerate(entries):
+        first_of.setdefault(entry.structure, rank)
+        for holders, digest in entry.replicas.items():
+            groups.setdefault(holders, {}).setdefault(digest, []).append(rank)
+    asked = set(first_of.values()) if len(first_of) > 1 else set()
+    for by_digest in groups.values():
+        if len(by_digest) > 1:
+            asked.update(rank for ranks in by_digest.values() for rank in ranks)
+    return sorted(asked)
+
+
+def compare_details(structures: Sequence[str], details: Mapping[int, Details]) -> CommonPlan:
+    """What the ranks that were asked told.
+
+    structures  digest of each rank's shared tensors; details  by rank, at least one rank of each structure
+    """
+    plan = CommonPlan()
+    by_structure = {structures[rank]: details[rank] for rank in sorted(details, reverse=True)}
+    meshes_told = {key: ranks for told in by_structure.values() for key, ranks in told.meshes.items()}
+    kinds_of_mesh = {key: {structures[rank] for rank in ranks} for key, ranks in meshes_told.items()}
+    contested: dict[str, set[str]] = {}
+    for name in sorted(set().union(*(told.tensors for told in by_structure.values()))):
+        claims = {kind: told.tensors[name] for kind, told in by_structure.items() if name in told.tensors}
+        broken = {
+            claim.mesh
+            for claim in claims.values()
+            for kind in kinds_of_mesh[claim.mesh]
+            if kind not in claims or _form(claims[kind]) != _form(claim)
+        }
+        meshes = {claim.mesh for claim in claims.values()}
+        if broken and all(claim.whole for claim in claims.values()):
+            plan.apart.append(name)
+        elif broken:
+            plan.error = plan.error or f"{name} is sharded over ranks that do not all have it alike"
+        elif len(meshes) > 1:
+            contested[name] = meshes
+    plan.contested = sorted(contested)
+    _compare_values(plan, details)
+    plan.apart.sort()
+    return plan
+
+
+def _form(claim: Claim) -> tuple[str, str]:
+    return claim.dtype, claim.spread
+
+
+def _compare_values(plan: CommonPlan, details: Mapping[int, Details]) -> None:
+    told: dict[tuple[str, str], dict[int, Claim]] = {}
+    for rank, detail in sorted(details.items()):
+        for name, claim in detail.tensors.items():
+            if claim.digest:
+                told.setdefault((name, claim.holders), {})[rank] = claim
+    for (name, holders), claims in sorted(told.items()):
+        odd = minority({rank: claim.digest for rank, claim in claims.items()})
+        if not odd or name in plan.apart:
+            continue
+        line = f"{name} on rank(s) {spell(odd)}"
+        if all(claim.whole for claim in claims.values()):
+            plan.apart.append(name)
+            plan.differing.append(line)
+        else:
+            plan.error = plan.error or f"ranks {holders} hold the same shard and other values: {line}"
+
+
+def settle(
+    contested: Sequence[str], structures: Sequence[str], details: Mapping[int, Details], held: list[Held]
+) -> CommonPlan:
+    """Who writes tensors whose name several meshes use, or an error if they are not the same.
+
+    held  by rank
+    """
+    plan = CommonPlan()
+    by_structure = {structures[rank]: told for rank, told in details.items()}
+    for name in contested:
+        boxes: dict[str, dict[int, str]] = {}
+        for rank, holding in enumerate(held):
+            if name in holding.tensors:
+                box, digest = holding.tensors[name]
+                boxes.setdefault(box, {})[rank] = digest
+        claims = [told.tensors[name] for told in by_structure.values() if name in told.tensors]
+        writers = min({claim.mesh for claim in claims}, key=lambda mesh: min(_ranks_of(mesh, by_structure.values())))
+        ranks = set(_ranks_of(writers, by_structure.values()))
+        if any(len(set(digests.values())) > 1 or not ranks & set(digests) for digests in boxes.values()):
+            holders = [spell(_ranks_of(mesh, by_structure.values())) for mesh in sorted({c.mesh for c in claims})]
+            plan.error = (
+                f"{name} is one thing on ranks {' and another on ranks '.join(holders)}; give the parts of the model "
+                "names of their own (a pipeline stage keeps the layers' names of the whole model)"
+            )
+            plan.mistake = True
+            return plan
+        plan.ceded[name] = writers
+    return plan
+
+
+def _ranks_of(mesh: str, details: Iterable[Details]) -> list[int]:
+    return next(told.meshes[mesh] for told in details if mesh in told.meshes)
+
+
+def odd_ranks(votes: Sequence[Mapping[str, str]]) -> list[int]:
+    """Ranks whose digest of something is not that of most who tell of it. votes: by rank, then by subject."""
+    told: dict[str, dict[int, str]] = {}
+    for rank, vote in enumerate(votes):
+        for subject, digest in vote.items():
+            told.setdefault(subject, {})[rank] = digest
+    return sorted({rank for digests in told.values() for rank in minority(digests)})
+
+
+def minority(values: Mapping[int, str]) -> list[int]:
+    """The ranks that do not have the most frequent value."""
+    counted = list(values.values())
+    common = max(counted, key=counted.count)
+    return [rank for rank, value in values.items() if value != common]
+
+
+def spell(ranks: Sequence[int]) -> str:
+    """Ranks as ranges: `0-3, 8`."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)

@@ -1,0 +1,177 @@
+"""How a tensor is spread over ranks: which boxes each rank holds, and who else holds the same.
+
+A pure function of a mesh and of how its dimensions cut the tensor, so every rank works out alone what any other rank
+holds, without a collective. The cutting follows `torch.chunk`, as `torch.distributed.tensor.Shard` does: pieces of
+ceil(n / parts) rows, the last ones shorter or empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TypeAlias
+
+import xxhash
+
+from unbroken.layout.boxes import Box, boxes_of_range, intersect, whole
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks in an n-dimensional order."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Row-major; as many as the product of `shape`."""
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def key(self) -> str:
+        """A short name, the same in every process: `2x2:9f86d081…`."""
+        digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self.ranks)).encode())
+        return f"{'x'.join(map(str, self.shape))}:{digest}"
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Where a rank stands. Raises KeyError for one that is not in the mesh."""
+        place = self._places[rank]
+        coordinate = []
+        for length in reversed(self.shape):
+            place, index = divmod(place, length)
+            coordinate.append(index)
+        return tuple(reversed(coordinate))
+
+    def rank_at(self, coordinate: tuple[int, ...]) -> int:
+        """The rank that stands there."""
+        place = 0
+        for index, length in zip(coordinate, self.shape, strict=True):
+            place = place * length + index
+        return self.ranks[place]
+
+    def across(self, rank: int, dimensions: frozenset[int]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in these dimensions only, itself included, in the order of the mesh."""
+        own = self.coordinate(rank)
+        choices = [range(length) if at in dimensions else (own[at],) for at, length in enumerate(self.shape)]
+        return tuple(self.rank_at(coordinate) for coordinate in itertools.product(*choices))
+
+
+@lru_cache(maxsize=64)
+def line(ranks: tuple[int, ...]) -> Mesh:
+    """A mesh of one dimension."""
+    return Mesh((len(ranks),), ranks)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """A tensor that mesh dimensions cut one after another; those that do not cut it hold replicas."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    mesh: Mesh
+    order: tuple[tuple[int, int], ...] = ()
+    """(mesh dimension, tensor dimension), in the order in which the cuts are made."""
+
+    def boxes_of(self, rank: int) -> tuple[Box, ...]:
+        """The one box that a rank holds, which may be empty."""
+        coordinate = self.mesh.coordinate(rank)
+        box = whole(self.shape)
+        for mesh_dimension, dimension in self.order:
+            box = _chunk(box, dimension, self.mesh.shape[mesh_dimension], coordinate[mesh_dimension])
+        return (box,)
+
+    def holders_of(self, rank: int) -> tuple[int, ...]:
+        """All ranks that hold the same as `rank` by construction, itself included."""
+        cutting = {mesh_dimension for mesh_dimension, _ in self.order}
+        return self.mesh.across(rank, frozenset(range(len(self.mesh.shape))) - cutting)
+
+    def describe(self) -> str:
+        """The same for every rank of the mesh, and different for another spread."""
+        return f"{self.shape} {self.mesh.key} {self.order}"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A tensor that lies flat on a line of several ones, which is cut into equal lengths: FSDP1's flat parameter."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    mesh: Mesh
+    cutting: int | None
+    """The mesh dimension that cuts the line; the others hold replicas. None: the line is not cut."""
+    begin: int
+    """Where the tensor begins on the line, in elements."""
+    length: int
+    """Elements of the line that each rank holds."""
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """Elements of the flattened tensor that a rank holds: (first, one past the last)."""
+        numel = whole(self.shape).numel
+        if self.cutting is None:
+            return 0, numel
+        first = self.mesh.coordinate(rank)[self.cutting] * self.length - self.begin
+        return min(max(first, 0), numel), min(max(first + self.length, 0), numel)
+
+    def boxes_of(self, rank: int) -> tuple[Box, ...]:
+        """The boxes whose elements, one box after another, are those that a rank holds; none if it holds nothing."""
+        if whole(self.shape).numel == 0:
+            return (whole(self.shape),)
+        return tuple(boxes_of_range(self.shape, *self.range_of(rank)))
+
+    def holders_of(self, rank: int) -> tuple[int, ...]:
+        """All ranks that hold the same as `rank` by construction, itself included."""
+        return self.mesh.across(rank, frozenset(range(len(self.mesh.shape))) - {self.cutting})
+
+    def describe(self) -> str:
+        """The same for every rank of the mesh, and different for another spread."""
+        return f"{self.shape} {self.mesh.key} {self.cutting} {self.begin}+{self.length}"
+
+
+Spread: TypeAlias = Cuts | Stretch
+
+
+def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Cuts:
+    """A tensor that each of these ranks holds whole."""
+    return Cuts(shape, line(ranks))
+
+
+def _chunk(box: Box, dimension: int, parts: int, index: int) -> Box:
+    begin, end = box.begin[dimension], box.end[dimension]
+    length = -(-(end - begin) // parts)
+    first = min(begin + index * length, end)
+    last = min(first + length, end)
+    return Box(
+        (*box.begin[:dimension], first, *box.begin[dimension + 1 :]),
+        (*box.end[:dimension], last, *box.end[dimension + 1 :]),
+    )
+
+
+def overlapping(cuts: Cuts, box: Box) -> Iterator[tuple[Box, int]]:
+    """The boxes that share elements with `box`, each with the first rank that holds it.
+
+    Walks only what overlaps: its cost grows with the number of boxes found, not with that of ranks.
+    """
+    first = [0] * len(cuts.mesh.shape)
+    yield from _descend(cuts, box, whole(cuts.shape), 0, first)
+
+
+def _descend(cuts: Cuts, wanted: Box, box: Box, level: int, coordinate: list[int]) -> Iterator[tuple[Box, int]]:
+    if level == len(cuts.order):
+        if intersect(box, wanted) is not None:
+            yield box, cuts.mesh.rank_at(tuple(coordinate))
+        return
+    mesh_dimension, dimension = cuts.order[level]
+    parts = cuts.mesh.shape[mesh_dimension]
+    begin = box.begin[dimension]
+    length = -(-(box.end[dimension] - begin) // parts)
+    if length == 0:
+        return
+    low = max(0, (wanted.begin[dimension] - begin) // length)
+    high = min(parts, -(-(wanted.end[dimension] - begin) // length))
+    for index in range(low, high):
+        coordinate[mesh_dimension] = index
+        yield from _descend(cuts, wanted, _chunk(box, dimension, parts, index), level + 1, coordinate)
+    coordinate[mesh_dimension] = 0

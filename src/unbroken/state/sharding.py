@@ -1,0 +1,109 @@
+"""Which part of which tensor a live tensor is: DTensors (FSDP2, HSDP, tensor parallel) in the words of `layout`.
+
+Everything is read from mesh and placements; nothing is communicated, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unbroken.layout.spread import Cuts, Mesh, Spread, replicated
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """True for a DTensor. Importing its module is slow, and needless where nobody made one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+@torch.no_grad()
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the shard of a DTensor, any other as it is. Never a copy."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def reason_not_spread(tensor: Tensor) -> str | None:
+    """Why it cannot be told what a DTensor's shard is (`a partial sum`), or None if it can."""
+    if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
+        return "a DTensor of partial sums"
+    cuts = cuts_of(tensor)
+    if cuts is None:
+        return f"a DTensor of the placements {tensor.placements}"  # type: ignore[attr-defined]
+    coordinate = tensor.device_mesh.get_coordinate()  # type: ignore[attr-defined]
+    if coordinate is None:
+        return "a DTensor of a mesh that this rank is not in"
+    expected = cuts.boxes_of(dist.get_rank())[0].shape
+    held = tuple(local_of(tensor).shape)
+    return None if held == expected else f"a DTensor with a shard of {list(held)} where {list(expected)} belongs"
+
+
+def spread_of(tensor: Tensor) -> Spread | None:
+    """How a DTensor is spread over ranks; None for any other tensor."""
+    return cuts_of(tensor) if is_dtensor(tensor) else None
+
+
+def cuts_of(tensor: Tensor) -> Cuts | None:
+    """The cuts of a DTensor's placements; None where they are not cuts made one after another."""
+    mesh = mesh_of(tensor.device_mesh)  # type: ignore[attr-defined]
+    order: list[tuple[int, int]] = []
+    placements = tensor.placements  # type: ignore[attr-defined]
+    # From the last mesh dimension to the first: each cuts before those after it, unless its placement is strided.
+    for mesh_dimension in reversed(range(len(placements))):
+        placement = placements[mesh_dimension]
+        if placement.is_replicate():
+            continue
+        dimension = getattr(placement, "dim", None)
+        if dimension is None:
+            return None
+        place = _place_among(order, mesh, dimension % tensor.dim(), getattr(placement, "split_factor", 1))
+        if place is None:
+            return None
+        order.insert(place, (mesh_dimension, dimension % tensor.dim()))
+    return Cuts(tuple(tensor.shape), mesh, tuple(order))
+
+
+def _place_among(order: list[tuple[int, int]], mesh: Mesh, dimension: int, factor: int) -> int | None:
+    """After how many of the cuts in `order` a cut comes that finds the dimension cut into `factor` parts.
+
+    FSDP shards what tensor parallel had sharded, though its mesh dimension comes first: `_StridedShard` says so by
+    the number of parts (`torch/distributed/tensor/placement_types.py`).
+    """
+    parts = 1
+    for place, (mesh_dimension, cut) in enumerate(order):
+        if parts == factor:
+            return place
+        if cut == dimension:
+            parts *= mesh.shape[mesh_dimension]
+    return len(order) if parts == factor else None
+
+
+@lru_cache(maxsize=64)
+def mesh_of(mesh: DeviceMesh) -> Mesh:
+    """The global ranks of a device mesh."""
+    return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+
+def beside(spread: Spread | None, shape: tuple[int, ...]) -> Spread | None:
+    """How a plain tensor of an optimizer's state is spread, beside a parameter that is spread so.
+
+    A step counter is the same on every rank that holds a part of the parameter. Of a whole parameter's replicas all
+    state is alike. What else an optimizer keeps in plain tensors beside a shard is this rank's own.
+    """
+    if spread is None:
+        return None
+    if isinstance(spread, Cuts) and (not spread.order or math.prod(shape) == 1):
+        return Cuts(shape, spread.mesh)
+    if math.prod(shape) != 1:
+        return None
+    return replicated(shape, tuple(rank for rank in spread.mesh.ranks if spread.boxes_of(rank)))

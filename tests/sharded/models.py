@@ -1,0 +1,118 @@
+"""A small model in every parallel layout, with the same full values in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Net(nn.Module):
+    """Uneven shapes: fewer rows than ranks here and there, a scalar, a frozen parameter, tied weights."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 5)
+        self.few = nn.Linear(5, 3, bias=False)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Anything that uses all of it."""
+        return self.frozen(self.few(self.down(torch.relu(self.up(x)))))
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor, gathered; a collective for a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def single(net: Net) -> nn.Module:
+    """One process, or every rank by itself."""
+    return net
+
+
+def ddp(net: Net) -> nn.Module:
+    """Replicas."""
+    return DistributedDataParallel(net)
+
+
+def fsdp2(net: Net) -> nn.Module:
+    """Sharded over all ranks."""
+    for layer in (net.up, net.down):
+        fully_shard(layer)
+    return fully_shard(net)
+
+
+def hsdp(net: Net) -> nn.Module:
+    """Two replicas of shards."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(net.up, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def two_dimensional(net: Net) -> nn.Module:
+    """FSDP2 over tensor parallel."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return fully_shard(net, mesh=mesh["dp"])
+
+
+LAYOUTS: dict[str, Callable[[Net], nn.Module]] = {
+    "single": single,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "hsdp": hsdp,
+    "two_dimensional": two_dimensional,
+}
+
+
+@dataclass
+class Job:
+    """A model in one layout, and its optimizer."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """As a Checkpointer takes it."""
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self, seed: int) -> None:
+        """One optimizer step on data that all ranks have alike."""
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        self.model(x).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def content(self) -> dict[str, bytes]:
+        """Every value, gathered, by a name that no layout changes."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            plain = name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
+            found[plain] = raw(full(parameter))
+            for key, item in self.optimizer.state.get(parameter, {}).items():
+                found[f"{plain}/{key}"] = raw(full(item))
+        return found
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The elements' bytes."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def make_job(layout: str, seed: int) -> Job:
+    """A job with fresh values."""
+    model = LAYOUTS[layout](Net(seed))
+    return Job(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1))
