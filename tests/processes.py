@@ -6,6 +6,7 @@ import it. What it returns comes back by rank; an exception comes back as `Raise
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -74,8 +75,11 @@ class Ranks:
 
 def _serve(end: Connection, rank: int) -> None:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
+    import torch._dynamo  # noqa: F401  # as in conftest
     import torch.distributed as dist
 
+    gc.collect()
+    gc.freeze()
     while (order := end.recv()) is not None:
         case, world_size, store, args = order
         module, _, function = case.partition(":")

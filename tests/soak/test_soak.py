@@ -59,6 +59,7 @@ def test_an_example_on_four_ranks_that_lost_one_is_not_changed(tmp_path):
     assert report.trials[0].strikes[0].restored > 0
 
 
+@pytest.mark.slow  # its short twin is tests/prove/test_run.py
 @pytest.mark.parametrize(("kinds", "seed"), [(("save", "restore", "disk-full"), 1), (("sigterm", "bit-flip"), 2)])
 def test_an_example_that_meets_several_kinds_of_faults_in_one_run_is_not_changed(tmp_path, kinds, seed):
     report = run(tmp_path, "ddp", nodes=1, nproc=1, kinds=kinds, trials=1, steps=24, every=4, seed=seed)
