@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from unbroken.image.digest import digest_text
-from unbroken.layout.spread import Cuts
+from unbroken.layout.spread import Cuts, holding
 from unbroken.snapshot import as_bytes, digest_replicas, structure_of
 from unbroken.state.captured import Captured
 
@@ -107,7 +107,7 @@ def details_of(captured: Captured, rank: int, check_values: bool) -> Details:
     for name, live in captured.tensors.items():
         if live.spread is None:
             continue
-        mesh = live.spread.mesh
+        mesh = holding(live.spread)
         details.meshes[mesh.key] = list(mesh.ranks)
         whole = isinstance(live.spread, Cuts) and not live.spread.order
         claim = (str(live.tensor.dtype), live.spread.describe(), mesh.key, whole)

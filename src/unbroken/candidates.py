@@ -178,7 +178,7 @@ class Saved:
     """By registered name."""
     contested: dict[str, list[tuple[int, TensorRecord]]]
     """Tensors that several ranks had as their own, with those ranks: which is meant cannot be told unless they are
-    equal. Their entries in `records` are those of the first."""
+    equal."""
 
 
 def saved_for(manifest: Manifest, rank: int, world_size: int) -> Saved:
@@ -204,7 +204,7 @@ def saved_for(manifest: Manifest, rank: int, world_size: int) -> Saved:
             if not known and name.partition("/")[0] in models:
                 holders.setdefault(name, []).append((holder, record))
     for name, held in holders.items():
-        records[name] = held[0][1]
+        records.setdefault(name, held[0][1])
     contested = {name: held for name, held in holders.items() if len(held) > 1 and name not in broadcast}
     return Saved(records, values, contested)
 

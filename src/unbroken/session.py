@@ -25,6 +25,7 @@ from unbroken.directory import agree_on_directory
 from unbroken.errors import DirectoryProblem, HistoryExists, PeerFailed, ReplicasDiffer, SaveFailed, UnbrokenError
 from unbroken.generations import Generation
 from unbroken.image.digest import digest_text
+from unbroken.layout.spread import holding
 from unbroken.manifest import Manifest
 from unbroken.meeting import Meetings
 from unbroken.policy import Keep
@@ -212,7 +213,7 @@ class Session:
         found = set()
         for name, mesh in self._common.ceded.items():
             live = captured.tensors.get(name)
-            if live is not None and live.spread is not None and live.spread.mesh.key != mesh:
+            if live is not None and live.spread is not None and holding(live.spread).key != mesh:
                 found.add(name)
         return found
 

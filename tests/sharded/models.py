@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+
+CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
@@ -68,12 +70,29 @@ def two_dimensional(net: Net) -> nn.Module:
     return fully_shard(net, mesh=mesh["dp"])
 
 
+def fsdp1(net: Net) -> nn.Module:
+    """FSDP1, nested."""
+    net.up = FullyShardedDataParallel(net.up, use_orig_params=True, device_id=CPU)
+    return FullyShardedDataParallel(net, use_orig_params=True, device_id=CPU)
+
+
+def hybrid_fsdp1(net: Net) -> nn.Module:
+    """Two replicas of FSDP1's shards."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    strategy = ShardingStrategy.HYBRID_SHARD
+    return FullyShardedDataParallel(
+        net, sharding_strategy=strategy, use_orig_params=True, device_id=CPU, device_mesh=mesh
+    )
+
+
 LAYOUTS: dict[str, Callable[[Net], nn.Module]] = {
     "single": single,
     "ddp": ddp,
     "fsdp2": fsdp2,
     "hsdp": hsdp,
     "two_dimensional": two_dimensional,
+    "fsdp1": fsdp1,
+    "hybrid_fsdp1": hybrid_fsdp1,
 }
 
 
@@ -98,6 +117,8 @@ class Job:
 
     def content(self) -> dict[str, bytes]:
         """Every value, gathered, by a name that no layout changes."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            return self._content_of_fsdp1()
         found = {}
         for name, parameter in self.model.named_parameters():
             plain = name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
@@ -105,6 +126,14 @@ class Job:
             for key, item in self.optimizer.state.get(parameter, {}).items():
                 found[f"{plain}/{key}"] = raw(full(item))
         return found
+
+    def _content_of_fsdp1(self) -> dict[str, bytes]:
+        """Weights only: FSDP1 gathers nothing else on the CPU."""
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): raw(p.detach().clone())
+                for name, p in self.model.named_parameters()
+            }
 
 
 def raw(tensor: Tensor) -> bytes:

@@ -133,6 +133,13 @@ class Stretch:
 Spread: TypeAlias = Cuts | Stretch
 
 
+def holding(spread: Spread) -> Mesh:
+    """The ranks that hold a part of a tensor; of a stretch, those that it does not reach are left out."""
+    if isinstance(spread, Cuts):
+        return spread.mesh
+    return line(tuple(rank for rank in spread.mesh.ranks if spread.boxes_of(rank)))
+
+
 def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Cuts:
     """A tensor that each of these ranks holds whole."""
     return Cuts(shape, line(ranks))

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from unbroken.errors import UnsupportedValue
+from unbroken.layout.spread import Spread, Stretch
 from unbroken.state.captured import Captured, LiveTensor
 from unbroken.state.draft import Draft, Phase
-from unbroken.state.names import ParameterNames, fresh_like, reason_not_storable
+from unbroken.state.names import ParameterNames, Slot, fresh_like, reason_not_storable
 from unbroken.state.sharding import local_of, spread_of
 
 ROOT = "gradients"
@@ -36,7 +37,7 @@ def capture_gradients(captured: Captured, parameters: ParameterNames, *, accumul
             raise UnsupportedValue(
                 f"the gradient of {slot.name} is {problem}: save between two optimizer steps instead"
             )
-        captured.tensors[f"{ROOT}/{slot.name}"] = LiveTensor(local_of(gradient).detach(), spread_of(gradient))
+        captured.tensors[f"{ROOT}/{slot.name}"] = LiveTensor(local_of(gradient).detach(), _spread_of(gradient, slot))
 
 
 def prepare_gradients(draft: Draft, parameters: ParameterNames) -> None:
@@ -56,16 +57,26 @@ def prepare_gradients(draft: Draft, parameters: ParameterNames) -> None:
         elif not value["accumulating"]:
             draft.then(Phase.GRADIENTS, lambda parameter=parameter: _set_zeros(parameter))  # type: ignore[misc]
         else:
-            _prepare_one(draft, f"{ROOT}/{saved_as[0]}", parameter)
+            _prepare_one(draft, f"{ROOT}/{saved_as[0]}", slot)
 
 
-def _prepare_one(draft: Draft, name: str, parameter: Tensor) -> None:
+def _spread_of(gradient: Tensor, slot: Slot) -> Spread | None:
+    """A gradient beside a shard is summed over ranks and cut like it; any other is this rank's own."""
+    if isinstance(slot.spread, Stretch) and gradient.shape == slot.tensor.shape:
+        return slot.spread
+    return spread_of(gradient)
+
+
+def _prepare_one(draft: Draft, name: str, slot: Slot) -> None:
     saved = draft.saved(name)
     if saved is None:
         return
+    parameter, shape = slot.tensor, tuple(saved.shape)
+    if isinstance(slot.spread, Stretch) and shape == slot.spread.shape:
+        shape = tuple(parameter.shape)
     # Never the live gradient: it may be a view into a bucket, which the replay of `buckets` writes over.
-    target = fresh_like(parameter, saved.dtype, tuple(saved.shape), parameter.device)
-    draft.fill(name, local_of(target), spread_of(target))
+    target = fresh_like(parameter, saved.dtype, shape, parameter.device)
+    draft.fill(name, local_of(target), _spread_of(target, slot))
     draft.then(Phase.GRADIENTS, lambda: _set(parameter, target))
 
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unbroken.errors import UnsupportedValue, UsageError
 from unbroken.layout.spread import Spread, replicated
 from unbroken.state.arrays import reason_not_plain
+from unbroken.state.fsdp1 import WRAPPED, is_fsdp1, spreads_in
 from unbroken.state.sharding import is_dtensor, local_of, reason_not_spread, spread_of
 
 _WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
@@ -91,6 +92,8 @@ def _is_wrapped(module: nn.Module, child_name: str) -> bool:
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return child_name == "_orig_mod"
+    if is_fsdp1(module):
+        return child_name == WRAPPED
     return any(isinstance(module, wrapper) and child_name == attribute for wrapper, attribute in _WRAPPERS)
 
 
@@ -106,12 +109,15 @@ def slots_of(name: str, root: nn.Module) -> list[Slot]:
     """
     slots: list[Slot] = []
     ignored: dict[int, frozenset[int]] = {}
+    flat: dict[int, Spread] = {}
     for place in walk(root):
+        if is_fsdp1(place.module):
+            flat.update(spreads_in(place.module, join(name, place.fqn)))
         if place.ddp is not None and id(place.ddp) not in ignored:
             ignored[id(place.ddp)] = _ignored_by(place.ddp)
         for own_name, parameter in place.module._parameters.items():
             if parameter is not None:
-                spread = spread_of(parameter)
+                spread = spread_of(parameter) or flat.get(id(parameter))
                 if spread is None and place.ddp is not None and id(parameter) not in ignored[id(place.ddp)]:
                     spread = replicated_by(place.ddp, parameter)
                 slots.append(Slot(name, join(place.fqn, own_name), parameter, True, True, spread))

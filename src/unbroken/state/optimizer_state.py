@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unbroken.layout.spread import Spread
+from unbroken.layout.spread import Spread, Stretch
 from unbroken.state.captured import Captured, Json, LiveTensor, SavedTensor
 from unbroken.state.codec import encode
 from unbroken.state.draft import Draft, device_of_kind
 from unbroken.state.names import fresh_like, reason_not_storable
-from unbroken.state.sharding import beside, local_of, spread_of
+from unbroken.state.sharding import beside, is_dtensor, local_of, spread_of
 
 WITH_PARAMETER = "parameter"
 
@@ -88,6 +88,8 @@ def capture_beside(captured: Captured, tensors: Mapping[str, Tensor], spread: Sp
 
 
 def _spread_of(item: Tensor, owner: Owner) -> Spread | None:
+    if isinstance(owner.spread, Stretch) and item.shape == owner.parameter.shape:
+        return owner.spread
     return spread_of(item) or beside(owner.spread, tuple(item.shape))
 
 
@@ -132,6 +134,8 @@ def _target(saved: SavedTensor, where: str, owner: Owner, live: object, shared: 
     parameter = owner.parameter
     device = parameter.device if where == WITH_PARAMETER else device_of_kind(where)
     shape = tuple(saved.shape)
+    if isinstance(owner.spread, Stretch) and shape == owner.spread.shape:
+        shape = tuple(parameter.shape)
     if (
         isinstance(live, Tensor)
         and reason_not_storable(live) is None
@@ -139,4 +143,6 @@ def _target(saved: SavedTensor, where: str, owner: Owner, live: object, shared: 
         and not shared.is_claimed(live)
     ):
         return live
+    if not shape and is_dtensor(parameter):  # a counter, even beside a scalar parameter
+        return torch.empty((), dtype=saved.dtype, device=device)
     return fresh_like(parameter, saved.dtype, shape, torch.device(device))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unbroken.layout.spread import Cuts, Mesh, Spread, replicated
+from unbroken.layout.spread import Cuts, Mesh, Spread, holding, replicated
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,4 +106,4 @@ def beside(spread: Spread | None, shape: tuple[int, ...]) -> Spread | None:
         return Cuts(shape, spread.mesh)
     if math.prod(shape) != 1:
         return None
-    return replicated(shape, tuple(rank for rank in spread.mesh.ranks if spread.boxes_of(rank)))
+    return replicated(shape, holding(spread).ranks)
