@@ -206,11 +206,11 @@ def settle(
     by_structure = {structures[rank]: told for rank, told in details.items()}
     for name in contested:
         boxes: dict[str, dict[int, str]] = {}
-        for rank, holding in enumerate(held):
-            if name in holding.tensors:
-                box, digest = holding.tensors[name]
+        for rank, told in enumerate(held):
+            if name in told.tensors:
+                box, digest = told.tensors[name]
                 boxes.setdefault(box, {})[rank] = digest
-        claims = [told.tensors[name] for told in by_structure.values() if name in told.tensors]
+        claims = [each.tensors[name] for each in by_structure.values() if name in each.tensors]
         writers = min({claim.mesh for claim in claims}, key=lambda mesh: min(_ranks_of(mesh, by_structure.values())))
         ranks = set(_ranks_of(writers, by_structure.values()))
         if any(len(set(digests.values())) > 1 or not ranks & set(digests) for digests in boxes.values()):

@@ -45,8 +45,10 @@ from unbroken.generations import Generation, newest_number
 from unbroken.manifest import (
     MANIFEST,
     MOST_BYTES,
+    CutsRecord,
     FileRecord,
     Manifest,
+    MeshRecord,
     PieceRecord,
     TensorRecord,
     ValueRecord,
@@ -68,6 +70,10 @@ class Vote(msgspec.Struct):
     file: FileRecord | None = None
     """None if the rank owns no bytes."""
     shared: dict[str, TensorRecord] = {}
+    cut: dict[str, TensorRecord] = {}
+    """Tensors in too many pieces to be listed, from the first rank of their mesh."""
+    meshes: list[MeshRecord] = []
+    """What they are cut by."""
     own: dict[str, TensorRecord] = {}
     values: dict[str, msgspec.Raw] = {}
     plan: str = ""
@@ -253,6 +259,7 @@ class Coordinator:
         files: list[FileRecord] = []
         tensors: dict[str, TensorRecord] = {}
         rank_tensors: list[dict[str, TensorRecord]] = []
+        meshes: list[MeshRecord] = []
         for vote in votes:
             index = len(files)
             if vote.file is not None:
@@ -262,6 +269,11 @@ class Coordinator:
                 pieces = [*known.pieces, *record.pieces] if known else record.pieces
                 tensors[name] = TensorRecord(record.dtype, record.shape, pieces)
             rank_tensors.append(_in_file(vote.own, index))
+            for name, record in vote.cut.items():
+                assert record.cuts is not None
+                cuts = CutsRecord(record.cuts.mesh + len(meshes), record.cuts.order)
+                tensors[name] = TensorRecord(record.dtype, record.shape, [], cuts)
+            meshes += vote.meshes
         return Manifest(
             step=save.step,
             micro_step=save.micro_step,
@@ -273,6 +285,7 @@ class Coordinator:
             tensors=tensors,
             rank_tensors=rank_tensors,
             values=_merge_values(votes),
+            meshes=meshes,
             environment=self.environment,
             timings={"slowest_write": max(vote.seconds for vote in votes)},
         )

@@ -21,7 +21,7 @@ import torch
 from unbroken.image.header import dtype_of
 from unbroken.layout.boxes import Box, intersect, offset_in, whole
 from unbroken.manifest import FileRecord, Manifest, PieceRecord, TensorRecord, box_of
-from unbroken.reading import read_verified
+from unbroken.pieces import Pieces, read_verified
 from unbroken.store.local import LocalStore
 
 CHUNK_BYTES = 16 << 20
@@ -79,8 +79,9 @@ class Side:
     manifest: Manifest
     _blocks: OrderedDict[tuple[int, int], bytes] = field(default_factory=OrderedDict)
     _held: int = 0
+    _pieces: Pieces | None = None
 
-    def read(self, record: TensorRecord, box: Box) -> Raw:
+    def read(self, name: str, record: TensorRecord, box: Box) -> Raw:
         """The bytes of a part of a tensor, row-major. `box`: single indices, then one range, then whole dimensions.
 
         Raises DamagedCheckpoint.
@@ -88,7 +89,9 @@ class Side:
         shape = tuple(record.shape)
         itemsize = dtype_of(record.dtype).itemsize
         target = np.empty((*box.shape, itemsize), np.uint8)
-        for piece in record.pieces:
+        if self._pieces is None:
+            self._pieces = Pieces(self.store, self.directory, self.manifest)
+        for piece in self._pieces.overlapping(name, record, box):
             held = box_of(piece, shape)
             part = intersect(held, box)
             if part is not None:
@@ -124,7 +127,7 @@ class Side:
 def bytes_to_compare(manifest: Manifest) -> int:
     """How many bytes `compare` will report as progress, if the other side has the same tensors."""
     records = [record for tensors in (manifest.tensors, *manifest.rank_tensors) for record in tensors.values()]
-    return sum(piece.end - piece.begin for record in records for piece in record.pieces)
+    return sum(whole(tuple(record.shape)).numel * dtype_of(record.dtype).itemsize for record in records)
 
 
 def compare(a: Side, b: Side, progress: Progress) -> Comparison:
@@ -185,7 +188,7 @@ def _compare_tensor(
     differing = 0
     largest: float | None = None
     for box in stretches(shape, max(CHUNK_BYTES // dtype.itemsize, 1)):
-        here, there = a.read(one, box), b.read(other, box)
+        here, there = a.read(name, one, box), b.read(name, other, box)
         progress(here.nbytes)
         rows = np.flatnonzero((here != there).any(axis=1))
         differing += len(rows)

@@ -20,9 +20,11 @@ from unbroken.errors import DamagedCheckpoint, NewerFormat
 from unbroken.image.digest import HEX_CHARS, digest_text
 from unbroken.image.header import dtype_of
 from unbroken.layout.boxes import Box, intersect, whole
+from unbroken.layout.spread import Cuts, Mesh
 
 FORMAT = "unbroken"
-VERSION = 1
+VERSION = 2
+"""The newest one. A record is written with the lowest that it needs, so that older readers can read it."""
 MANIFEST = "manifest.json"
 MOST_BYTES = 1 << 30
 """A manifest larger than this is refused before it is read."""
@@ -52,7 +54,24 @@ class PieceRecord(msgspec.Struct, frozen=True):
     """Which part, as (begin, end) per dimension; null for the whole tensor. Row-major, no padding."""
 
 
-class TensorRecord(msgspec.Struct, frozen=True):
+class MeshRecord(msgspec.Struct, frozen=True):
+    """Ranks in an n-dimensional order."""
+
+    shape: list[int]
+    ranks: list[tuple[int, int]]
+    """Runs (first, last) of ascending ranks, both ends included; one after another, the ranks in row-major order."""
+
+
+class CutsRecord(msgspec.Struct, frozen=True):
+    """How a mesh cuts a tensor into one piece for each of its ranks (layout/spread.py)."""
+
+    mesh: int
+    """Index into `Manifest.meshes`."""
+    order: list[tuple[int, int]]
+    """(mesh dimension, tensor dimension): cut after cut, each into ceil(length / parts), the last ones shorter."""
+
+
+class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One tensor."""
 
     dtype: str
@@ -60,7 +79,10 @@ class TensorRecord(msgspec.Struct, frozen=True):
     shape: list[int]
     """Of the whole tensor."""
     pieces: list[PieceRecord]
-    """Together they cover the tensor exactly once."""
+    """Together they cover the tensor exactly once; empty if `cuts` tells them."""
+    cuts: CutsRecord | None = None
+    """Where there are too many pieces to list them (format version 2): each lies in the file of its rank, under its
+    name there."""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -113,6 +135,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """What each rank has of its own, by rank and full name."""
     values: dict[str, list[ValueRecord]]
     """Everything that is no tensor, by registered name."""
+    meshes: list[MeshRecord] = []
+    """What tensors are cut by (format version 2)."""
     environment: dict[str, Any] = {}
     """Versions and settings that can change bits."""
     timings: dict[str, float] = {}
@@ -160,36 +184,44 @@ def parse_step_directory(name: str) -> tuple[int, int] | None:
     return step, micro_step
 
 
-def seal(body: bytes) -> bytes:
+def seal(body: bytes, version: int = 1) -> bytes:
     """A record's bytes on disk: its body in an envelope with format, version and digest."""
-    return msgspec.json.encode(_Envelope(FORMAT, VERSION, digest_text(body), msgspec.Raw(body)))
+    return msgspec.json.encode(_Envelope(FORMAT, version, digest_text(body), msgspec.Raw(body)))
 
 
-def unseal(data: bytes, what: str) -> bytes:
-    """The body of a record. Raises DamagedCheckpoint or NewerFormat; `what` names the record in their text."""
+def unseal(data: bytes, what: str, newest: int = 1) -> bytes:
+    """The body of a record whose format version is at most `newest`; `what` names the record in errors.
+
+    Raises DamagedCheckpoint or NewerFormat.
+    """
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{what} is cut or damaged: {error}") from error
     if envelope.format != FORMAT:
         raise DamagedCheckpoint(f"{what} is no record of unbroken")
-    if envelope.version > VERSION:
+    if envelope.version > newest:
         raise NewerFormat(
             f"{what} has format version {envelope.version}, written by a newer unbroken; "
-            f"this one reads up to {VERSION}: upgrade it (pip install -U unbroken)"
+            f"this one reads up to {newest}: upgrade it (pip install -U unbroken)"
         )
     body = bytes(envelope.body)
     if digest_text(body) != envelope.digest:
         raise DamagedCheckpoint(f"{what} does not match its digest")
     # The digest covers the body only: what stands around it must be exactly what `seal` writes.
-    if envelope.version != VERSION or seal(body) != data:
+    if envelope.version < 1 or seal(body, envelope.version) != data:
         raise DamagedCheckpoint(f"{what} was changed outside of what its digest covers")
     return body
 
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of a manifest.json."""
-    return seal(msgspec.json.encode(manifest))
+    return seal(msgspec.json.encode(manifest), version_of(manifest))
+
+
+def version_of(manifest: Manifest) -> int:
+    """The lowest format version that can say what a manifest holds."""
+    return 2 if manifest.meshes else 1
 
 
 def decode(data: bytes, what: str) -> Manifest:
@@ -197,10 +229,12 @@ def decode(data: bytes, what: str) -> Manifest:
 
     Raises DamagedCheckpoint if it is cut, altered, or says anything that cannot be; NewerFormat.
     """
-    body = unseal(data, what)
+    body = unseal(data, what, VERSION)
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
         _check(manifest)
+        if seal(body, version_of(manifest)) != data:
+            raise ValueError("it says another format version than what it holds has")
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise DamagedCheckpoint(f"{what} cannot be used: {error}") from error
     return manifest
@@ -218,9 +252,13 @@ def _check(manifest: Manifest) -> None:
         _check_file(file, manifest)
     if len({file.name for file in manifest.files}) != len(manifest.files):
         raise ValueError("a file is listed twice")
+    for mesh in manifest.meshes:
+        _check_mesh(mesh, manifest.world_size)
     for tensors in (manifest.tensors, *manifest.rank_tensors):
         for name, tensor in tensors.items():
-            _check_tensor(name, tensor, manifest.files)
+            _check_tensor(name, tensor, manifest)
+            if tensor.cuts is not None and tensors is not manifest.tensors:
+                raise ValueError(f"tensor {name!r} is one rank's own, and cut")
 
 
 def check_lineage(generation: int, lineage: list[Origin]) -> None:
@@ -246,7 +284,33 @@ def _check_file(file: FileRecord, manifest: Manifest) -> None:
         raise ValueError(f"{file.name} has {file.size} bytes but digests for another number of blocks")
 
 
-def _check_tensor(name: str, tensor: TensorRecord, files: list[FileRecord]) -> None:
+def _check_mesh(mesh: MeshRecord, world_size: int) -> None:
+    """A mesh must be small enough to be unfolded: at most each rank once."""
+    if len(mesh.shape) > MOST_DIMENSIONS or any(not 0 < length <= world_size for length in mesh.shape):
+        raise ValueError(f"a mesh of shape {mesh.shape[:MOST_DIMENSIONS]} has no place in {world_size} ranks")
+    last_of_all = -1
+    for first, last in sorted(mesh.ranks):
+        if not last_of_all < first <= last < world_size:
+            raise ValueError(f"a mesh holds ranks {first}-{last} of {world_size} twice, or they are none")
+        last_of_all = last
+    if sum(last - first + 1 for first, last in mesh.ranks) != math.prod(mesh.shape):
+        raise ValueError(f"a mesh of shape {mesh.shape} has another number of ranks")
+
+
+def _check_cuts(name: str, cuts: CutsRecord, tensor: TensorRecord, meshes: list[MeshRecord]) -> None:
+    if not 0 <= cuts.mesh < len(meshes) or tensor.pieces:
+        raise ValueError(f"tensor {name!r} is cut by no mesh, or has pieces besides")
+    shape = meshes[cuts.mesh].shape
+    cutting = [mesh_dimension for mesh_dimension, _ in cuts.order]
+    uncut = [length for at, length in enumerate(shape) if at not in cutting]
+    if len(set(cutting)) != len(cutting) or not set(cutting) <= set(range(len(shape))) or math.prod(uncut) != 1:
+        raise ValueError(f"tensor {name!r} is not cut by each dimension of its mesh")
+    if any(not 0 <= dimension < len(tensor.shape) for _, dimension in cuts.order):
+        raise ValueError(f"tensor {name!r} is cut along a dimension that it does not have")
+
+
+def _check_tensor(name: str, tensor: TensorRecord, manifest: Manifest) -> None:
+    files = manifest.files
     itemsize = dtype_of(tensor.dtype).itemsize
     shape = tuple(tensor.shape)
     if len(shape) > MOST_DIMENSIONS or any(length < 0 for length in shape):
@@ -254,6 +318,9 @@ def _check_tensor(name: str, tensor: TensorRecord, files: list[FileRecord]) -> N
     # An empty tensor has no bytes to bound its other lengths by.
     if math.prod(max(length, 1) for length in shape) * itemsize > MOST:
         raise ValueError(f"tensor {name!r} is too large for any machine")
+    if tensor.cuts is not None:
+        _check_cuts(name, tensor.cuts, tensor, manifest.meshes)
+        return
     covered = 0
     for piece in tensor.pieces:
         box = box_of(piece, shape)
@@ -287,3 +354,32 @@ def box_of(piece: PieceRecord, shape: tuple[int, ...]) -> Box:
     ):
         raise ValueError(f"box {piece.box} lies outside a tensor of shape {list(shape)}")
     return Box(tuple(begin for begin, _ in piece.box), tuple(end for _, end in piece.box))
+
+
+def mesh_of(record: MeshRecord) -> Mesh:
+    """A mesh with each of its ranks."""
+    return Mesh(tuple(record.shape), tuple(rank for first, last in record.ranks for rank in range(first, last + 1)))
+
+
+def record_of(mesh: Mesh) -> MeshRecord:
+    """The inverse of `mesh_of`."""
+    runs: list[tuple[int, int]] = []
+    for rank in mesh.ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return MeshRecord(list(mesh.shape), runs)
+
+
+def cuts_of(tensor: TensorRecord, mesh: Mesh) -> Cuts:
+    """How `mesh`, which is the one that its record names, cuts a tensor."""
+    assert tensor.cuts is not None
+    return Cuts(tuple(tensor.shape), mesh, tuple(tensor.cuts.order))
+
+
+def rank_of_file(name: str) -> int:
+    """Which rank wrote a file of a checkpoint that was checked."""
+    match = _FILE_NAME.fullmatch(name)
+    assert match is not None
+    return int(match[2])

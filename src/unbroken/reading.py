@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from unbroken import faultpoints
-from unbroken.errors import DamagedCheckpoint
-from unbroken.image.digest import HEX_CHARS, digest_block
 from unbroken.image.header import dtype_of
 from unbroken.layout.boxes import Box, intersect, offset_in, whole
 from unbroken.layout.spread import Spread, Stretch
 from unbroken.manifest import FileRecord, Manifest, PieceRecord, TensorRecord, box_of
+from unbroken.pieces import Pieces, read_verified
 from unbroken.store.local import LocalStore
 
 READ_BYTES = 64 << 20
@@ -82,9 +81,11 @@ def read_tensors(
     Raises DamagedCheckpoint at the first block that does not match; targets are then partly filled.
     """
     by_file: dict[int, list[_Wanted]] = {}
+    pieces = Pieces(store, directory, manifest)
     for name, parts in targets.items():
-        for piece in records[name].pieces:
-            by_file.setdefault(piece.file, []).extend(_wanted(records[name], piece, parts))
+        for target in parts:
+            for piece in pieces.overlapping(name, records[name], target.box):
+                by_file.setdefault(piece.file, []).extend(_wanted(records[name], piece, target))
     for index, wanted in sorted(by_file.items()):
         file = manifest.files[index]
         for group in _group(sorted(wanted, key=lambda item: item.begin)):
@@ -92,16 +93,15 @@ def read_tensors(
             faultpoints.reach("reading")
 
 
-def _wanted(record: TensorRecord, piece: PieceRecord, targets: Sequence[Target]) -> Iterator[_Wanted]:
+def _wanted(record: TensorRecord, piece: PieceRecord, target: Target) -> Iterator[_Wanted]:
     """What of a piece is wanted, cut into parts that are not too large to be held in memory."""
     held = box_of(piece, tuple(record.shape))
     dtype = dtype_of(record.dtype)
-    for target in targets:
-        shared = intersect(held, target.box)
-        for part in _cut(shared, held, READ_BYTES // dtype.itemsize) if shared is not None else ():
-            first, last = offset_in(held, part.begin), offset_in(held, tuple(end - 1 for end in part.end))
-            begin, end = (piece.begin + dtype.itemsize * offset for offset in (first, last + 1))
-            yield _Wanted(target, part, held, begin, end, dtype)
+    shared = intersect(held, target.box)
+    for part in _cut(shared, held, READ_BYTES // dtype.itemsize) if shared is not None else ():
+        first, last = offset_in(held, part.begin), offset_in(held, tuple(end - 1 for end in part.end))
+        begin, end = (piece.begin + dtype.itemsize * offset for offset in (first, last + 1))
+        yield _Wanted(target, part, held, begin, end, dtype)
 
 
 def _cut(part: Box, held: Box, most: int) -> Iterator[Box]:
@@ -142,24 +142,3 @@ def _read_group(store: LocalStore, directory: str, file: FileRecord, group: list
         strides = [math.prod(item.held.shape[at + 1 :]) for at in range(len(item.held.shape))]
         part = stored.view(item.dtype).as_strided(item.part.shape, strides)
         item.target.tensor[item.part.slices(item.target.box)].copy_(part)
-
-
-def read_verified(store: LocalStore, directory: str, file: FileRecord, begin: int, end: int) -> bytearray:
-    """Bytes `begin` to `end` of a file, which must begin on a block and end on one or with the file.
-
-    Raises DamagedCheckpoint, naming file and bytes (invariant 2).
-    """
-    name = f"{directory}/{file.name}"
-    data = bytearray(end - begin)
-    try:
-        store.read_into(name, begin, memoryview(data))
-    except (OSError, ValueError, EOFError) as error:
-        raise DamagedCheckpoint(f"{name} cannot be read: {error}") from error
-    for offset in range(0, len(data), file.block_bytes):
-        block = (begin + offset) // file.block_bytes
-        expected = file.blocks[block * HEX_CHARS : (block + 1) * HEX_CHARS]
-        content = memoryview(data)[offset : offset + file.block_bytes]
-        if digest_block(content) != expected:
-            last = begin + offset + len(content)
-            raise DamagedCheckpoint(f"{name}, bytes {begin + offset}-{last}, do not match their digest")
-    return data

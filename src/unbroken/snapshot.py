@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import msgspec
 import torch
@@ -18,9 +19,13 @@ from unbroken.image.header import dtype_name
 from unbroken.image.image import Arena, ImageLayout, TensorSpec, lay_out
 from unbroken.layout.boxes import Box, name_of_part, whole
 from unbroken.layout.ownership import Extent, share_out
-from unbroken.layout.spread import Stretch
-from unbroken.manifest import PieceRecord, TensorRecord
+from unbroken.layout.spread import Cuts, Spread, Stretch
+from unbroken.manifest import CutsRecord, MeshRecord, PieceRecord, TensorRecord, record_of
 from unbroken.state.captured import Captured, LiveTensor
+
+MOST_PIECES = 256
+"""A tensor in more pieces than this, each another rank's, is not listed piece by piece: a manifest of 1,000 tensors on
+16,384 ranks would have a gigabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class Plan:
     layout: ImageLayout
     shared: dict[str, TensorRecord]
     """Records of this rank's pieces of shared tensors; the file's index is 0 until the commit."""
+    cut: tuple[dict[str, TensorRecord], list[MeshRecord]]
+    """Records of tensors in too many pieces to be listed, with their meshes; from the first rank of each mesh only."""
     own: dict[str, TensorRecord]
     """Records of this rank's own tensors."""
 
@@ -116,7 +123,30 @@ def plan_snapshot(
         parts.append(Part(name, box, f"rank-{rank:05d}/{name}", False, box))
     layout = lay_out([TensorSpec(part.stored_as, live[part.tensor].tensor.dtype, part.box.shape) for part in parts])
     shared_records, own_records = _records(parts, layout, live)
-    return Plan(structure_of(captured), tuple(parts), layout, shared_records, own_records)
+    cut = _cut_records(live, [name for name in shared if name not in ceded], rank)
+    return Plan(structure_of(captured), tuple(parts), layout, shared_records, cut, own_records)
+
+
+def _is_unlisted(spread: Spread | None) -> TypeGuard[Cuts]:
+    """True for a tensor in so many pieces that a manifest tells how it is cut instead of listing them."""
+    return isinstance(spread, Cuts) and len(spread.mesh.ranks) > MOST_PIECES and spread.is_fully_cut
+
+
+def _cut_records(
+    live: Mapping[str, LiveTensor], names: list[str], rank: int
+) -> tuple[dict[str, TensorRecord], list[MeshRecord]]:
+    records: dict[str, TensorRecord] = {}
+    meshes: dict[str, int] = {}
+    found: list[MeshRecord] = []
+    for name in names:
+        spread = live[name].spread
+        if _is_unlisted(spread) and spread.mesh.ranks[0] == rank:
+            if spread.mesh.key not in meshes:
+                meshes[spread.mesh.key] = len(found)
+                found.append(record_of(spread.mesh))
+            cuts = CutsRecord(meshes[spread.mesh.key], list(spread.order))
+            records[name] = TensorRecord(dtype_name(live[name].tensor.dtype), list(spread.shape), [], cuts)
+    return records, found
 
 
 def _held_together(live: Mapping[str, LiveTensor], names: list[str], rank: int) -> dict[tuple[int, ...], list[Part]]:
@@ -145,6 +175,8 @@ def _records(
     shared: dict[str, TensorRecord] = {}
     own: dict[str, TensorRecord] = {}
     for part in parts:
+        if part.shared and _is_unlisted(live[part.tensor].spread):
+            continue
         tensor = live[part.tensor].tensor
         shape = live[part.tensor].shape if part.shared else tuple(tensor.shape)
         place = places[part.stored_as]
@@ -183,7 +215,9 @@ def digest_replicas(captured: Captured, rank: int, apart: Collection[str]) -> di
     digests: dict[tuple[int, ...], dict[str, str]] = {}
     sums: list[tuple[tuple[int, ...], str, torch.Tensor]] = []
     for name, live in sorted(captured.tensors.items()):
-        holders = live.spread.holders_of(rank) if live.spread is not None and name not in apart else (rank,)
+        if live.spread is None or name in apart:
+            continue
+        holders = live.spread.holders_of(rank)
         if len(holders) < 2:
             continue
         if live.tensor.device.type == "cpu":
@@ -192,8 +226,8 @@ def digest_replicas(captured: Captured, rank: int, apart: Collection[str]) -> di
             sums.append((holders, name, as_bytes(live.tensor).sum(dtype=torch.int64)))
     # One transfer for all, not one for each.
     totals = torch.stack([total.cpu() for _, _, total in sums]).tolist() if sums else []
-    for (holders, name, _), total in zip(sums, totals, strict=True):
-        digests.setdefault(holders, {})[name] = f"{total:x}"
+    for (group, name, _), total in zip(sums, totals, strict=True):
+        digests.setdefault(group, {})[name] = f"{total:x}"
     return digests
 
 

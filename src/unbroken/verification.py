@@ -22,15 +22,23 @@ from unbroken.candidates import Place, find_tip, manifest_places, read_manifest,
 from unbroken.errors import DamagedCheckpoint, NewerFormat
 from unbroken.generations import Generation
 from unbroken.image.digest import HEX_CHARS
-from unbroken.image.header import LENGTH_BYTES, dtype_of, stored_form
+from unbroken.image.header import LENGTH_BYTES, MOST_HEADER_BYTES, dtype_of, stored_form
 from unbroken.layout.boxes import name_of_part
-from unbroken.manifest import MANIFEST, FileRecord, Manifest, Origin, TensorRecord, box_of, parse_step_directory
+from unbroken.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    Origin,
+    TensorRecord,
+    box_of,
+    parse_step_directory,
+    rank_of_file,
+)
+from unbroken.pieces import Pieces
 from unbroken.retention import MANIFEST_NAME
 from unbroken.store.local import LocalStore
 
 CHUNK_BYTES = 8 << 20
-MOST_HEADER_BYTES = 256 << 20
-"""A longer header is not read; safetensors itself refuses more than 100 MB."""
 MOST_MISSING = 10_000
 """Up to this number each generation is expected to have its record; a hostile directory may hold a very high one."""
 
@@ -150,8 +158,11 @@ def verify_checkpoint(store: LocalStore, place: Place, tip: Generation | None, p
         problem = f"is the manifest of generation {manifest.generation}; were files exchanged?"
         faults.append(Fault(place.path, problem, restorable=True))
     parts = _parts_by_file(manifest)
+    pieces = Pieces(store, place.directory, manifest)
     for index, file in enumerate(manifest.files):
-        faults += _verify_file(store, place.directory, file, parts.get(index, []), progress)
+        unlisted, problems = _unlisted_parts(pieces, index)
+        faults += problems
+        faults += _verify_file(store, place.directory, file, parts.get(index, []) + unlisted, progress)
     return Verified(place, manifest, tip is None or tip.reaches(manifest.where), tuple(faults))
 
 
@@ -188,6 +199,35 @@ def _parts_by_file(manifest: Manifest) -> dict[int, list[_Part]]:
     for parts in found.values():
         parts.sort(key=lambda part: (part.begin, part.end, part.stored_as))
     return found
+
+
+def _unlisted_parts(pieces: Pieces, index: int) -> tuple[list[_Part], list[Fault]]:
+    """What a file holds of tensors whose pieces the manifest does not list, and what it lacks of them.
+
+    If its header cannot be read, none of them can: each of its bytes belongs to all.
+    """
+    file = pieces.manifest.files[index]
+    rank = rank_of_file(file.name)
+    parts: list[_Part] = []
+    faults: list[Fault] = []
+    for name, record in pieces.manifest.tensors.items():
+        cuts = pieces.cuts(record) if record.cuts is not None else None
+        if cuts is None or rank not in cuts.mesh or not cuts.boxes_of(rank)[0].numel:
+            continue
+        box = cuts.boxes_of(rank)[0]
+        stored_as = name_of_part(name, box, tuple(record.shape))
+        dtype, stored_shape = stored_form(dtype_of(record.dtype), box.shape)
+        begin, end = 0, file.size
+        try:
+            begin, end = pieces.header(index).get(stored_as, (0, 0))
+            if end == 0:
+                path = f"{pieces.directory}/{file.name}"
+                faults.append(Fault(path, f"has no tensor {stored_as} in its header", tensors=(stored_as,)))
+                continue
+        except DamagedCheckpoint:
+            pass  # told when the file's bytes are read
+        parts.append(_Part(begin, end, stored_as, dtype, stored_shape))
+    return sorted(parts, key=lambda part: part.begin), faults
 
 
 def _verify_file(

@@ -146,6 +146,8 @@ class Writer:
         return Vote(
             file=file,
             shared=plan.shared,
+            cut=plan.cut[0],
+            meshes=plan.cut[1],
             own=plan.own,
             values={key: msgspec.Raw(value) for key, value in job.snapshot.values.items()},
             plan=job.plan,

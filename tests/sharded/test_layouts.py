@@ -1,28 +1,45 @@
 """From any parallel layout to any other: every value is equal bit for bit, and each rank reads its part only."""
 
+import json
 import shutil
+from typing import NamedTuple
 
 import pytest
 
 import unbroken
 from sharded.models import make_job
+from unbroken import snapshot
+
+
+class Source(NamedTuple):
+    """How a checkpoint was saved."""
+
+    layout: str
+    world_size: int
+    most_pieces: int = snapshot.MOST_PIECES
+    """A tensor in more pieces is described by its cuts."""
+
 
 SAVED = [
-    ("ddp", 4),
-    ("fsdp2", 4),
-    ("hsdp", 4),
-    ("two_dimensional", 4),
-    ("fsdp1", 4),
-    ("hybrid_fsdp1", 4),
-    ("single", 1),
+    Source("ddp", 4),
+    Source("fsdp2", 4),
+    Source("fsdp2", 4, most_pieces=1),
+    Source("hsdp", 4),
+    Source("two_dimensional", 4),
+    Source("two_dimensional", 4, most_pieces=1),
+    Source("fsdp1", 4),
+    Source("hybrid_fsdp1", 4),
+    Source("single", 1),
 ]
-RESTORED = [*SAVED, ("fsdp2", 3), ("fsdp2", 2), ("fsdp1", 3), ("two_dimensional", 2)]
+RESTORED = [(layout, world_size) for layout, world_size, most in SAVED if most > 1]
+RESTORED += [("fsdp2", 3), ("fsdp2", 2), ("fsdp1", 3), ("two_dimensional", 2)]
 
 
-def save(rank, world_size, directory, layout):
+def save(rank, world_size, directory, layout, most_pieces=snapshot.MOST_PIECES):
     """Two steps, a checkpoint, and what it must hold."""
     job = make_job(layout, seed=1)
-    with unbroken.Checkpointer(directory, job.state, on_error="raise") as ckpt:
+    with pytest.MonkeyPatch.context() as patch, unbroken.Checkpointer(directory, job.state, on_error="raise") as ckpt:
+        patch.setattr(snapshot, "MOST_PIECES", most_pieces)
         for seed in (0, 1):
             job.step(seed)
             ckpt.step()
@@ -44,20 +61,29 @@ def restore(rank, world_size, directory, layout):
 def saved(ranks, tmp_path_factory):
     """Checkpoints by layout, with the values that they hold."""
     found = {}
-    for layout, world_size in SAVED:
-        directory = tmp_path_factory.mktemp(layout) / "run"
-        results = ranks.run_all_well("sharded.test_layouts:save", world_size, str(directory), layout)
+    for source in SAVED:
+        directory = tmp_path_factory.mktemp(source.layout) / "run"
+        arguments = (str(directory), source.layout, source.most_pieces)
+        results = ranks.run_all_well("sharded.test_layouts:save", source.world_size, *arguments)
         assert all(result == results[0] for result in results)
-        found[layout] = directory, results[0]
+        found[source] = directory, results[0]
     return found
 
 
 @pytest.mark.parametrize(("layout", "world_size"), RESTORED)
 def test_a_checkpoint_of_any_layout_restores_into_this_one(ranks, saved, tmp_path, layout, world_size):
     for source, (directory, content) in saved.items():
-        copy = shutil.copytree(directory, tmp_path / source)
+        copy = shutil.copytree(directory, tmp_path / f"{source.layout}-{source.most_pieces}")
         results = ranks.run_all_well("sharded.test_layouts:restore", world_size, str(copy), layout)
         for result in results:
             common = content.keys() & result.keys()
-            assert common == content.keys() or "fsdp1" in (layout, source) or "hybrid_fsdp1" in (layout, source)
+            assert common == content.keys() or "fsdp1" in layout + source.layout, "of FSDP1 only weights are gathered"
             assert [name for name in common if content[name] != result[name]] == [], f"{source} -> {layout}"
+
+
+def test_both_ways_to_describe_pieces_were_tried(saved):
+    versions = {source: json.loads((path / "step-2/manifest.json").read_bytes()) for source, (path, _) in saved.items()}
+    assert {source.most_pieces: text["version"] for source, text in versions.items() if source.layout == "fsdp2"} == {
+        snapshot.MOST_PIECES: 1,
+        1: 2,
+    }

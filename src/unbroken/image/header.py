@@ -15,6 +15,8 @@ import torch
 
 PAGE_BYTES = 4096
 LENGTH_BYTES = 8
+MOST_HEADER_BYTES = 256 << 20
+"""A longer header is not read; safetensors itself refuses more than 100 MB."""
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",

@@ -18,6 +18,16 @@ import xxhash
 from unbroken.layout.boxes import Box, boxes_of_range, intersect, whole
 
 
+class Group(tuple[int, ...]):
+    """Ranks that hold the same. Its hash is computed once: thousands of tensors ask for that of thousands of ranks."""
+
+    def __hash__(self) -> int:
+        found: int | None = self.__dict__.get("hash")
+        if found is None:
+            found = self.__dict__["hash"] = super().__hash__()
+        return found
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Ranks in an n-dimensional order."""
@@ -36,6 +46,9 @@ class Mesh:
         digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self.ranks)).encode())
         return f"{'x'.join(map(str, self.shape))}:{digest}"
 
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._places
+
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Where a rank stands. Raises KeyError for one that is not in the mesh."""
         place = self._places[rank]
@@ -52,11 +65,18 @@ class Mesh:
             place = place * length + index
         return self.ranks[place]
 
-    def across(self, rank: int, dimensions: frozenset[int]) -> tuple[int, ...]:
+    @cached_property
+    def _groups(self) -> dict[tuple[object, ...], Group]:
+        return {}
+
+    def across(self, rank: int, dimensions: frozenset[int]) -> Group:
         """The ranks that differ from `rank` in these dimensions only, itself included, in the order of the mesh."""
         own = self.coordinate(rank)
-        choices = [range(length) if at in dimensions else (own[at],) for at, length in enumerate(self.shape)]
-        return tuple(self.rank_at(coordinate) for coordinate in itertools.product(*choices))
+        fixed = tuple(-1 if at in dimensions else index for at, index in enumerate(own))
+        if fixed not in self._groups:
+            choices = [range(length) if at in dimensions else (own[at],) for at, length in enumerate(self.shape)]
+            self._groups[fixed] = Group(self.rank_at(coordinate) for coordinate in itertools.product(*choices))
+        return self._groups[fixed]
 
 
 @lru_cache(maxsize=64)
@@ -75,6 +95,12 @@ class Cuts:
     order: tuple[tuple[int, int], ...] = ()
     """(mesh dimension, tensor dimension), in the order in which the cuts are made."""
 
+    @property
+    def is_fully_cut(self) -> bool:
+        """True if each rank holds a part that no other rank holds."""
+        cutting = {mesh_dimension for mesh_dimension, _ in self.order}
+        return all(length == 1 or at in cutting for at, length in enumerate(self.mesh.shape))
+
     def boxes_of(self, rank: int) -> tuple[Box, ...]:
         """The one box that a rank holds, which may be empty."""
         coordinate = self.mesh.coordinate(rank)
@@ -83,7 +109,7 @@ class Cuts:
             box = _chunk(box, dimension, self.mesh.shape[mesh_dimension], coordinate[mesh_dimension])
         return (box,)
 
-    def holders_of(self, rank: int) -> tuple[int, ...]:
+    def holders_of(self, rank: int) -> Group:
         """All ranks that hold the same as `rank` by construction, itself included."""
         cutting = {mesh_dimension for mesh_dimension, _ in self.order}
         return self.mesh.across(rank, frozenset(range(len(self.mesh.shape))) - cutting)
@@ -121,7 +147,7 @@ class Stretch:
             return (whole(self.shape),)
         return tuple(boxes_of_range(self.shape, *self.range_of(rank)))
 
-    def holders_of(self, rank: int) -> tuple[int, ...]:
+    def holders_of(self, rank: int) -> Group:
         """All ranks that hold the same as `rank` by construction, itself included."""
         return self.mesh.across(rank, frozenset(range(len(self.mesh.shape))) - {self.cutting})
 

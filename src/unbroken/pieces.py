@@ -1,0 +1,128 @@
+"""Where the parts of a checkpoint's tensors lie: in which file, at which bytes.
+
+A manifest lists the pieces of a tensor, or, where thousands of ranks hold one each, only how meshes cut it. Then a
+piece is found by its name in the header of its rank's file, which is verified like any other bytes (invariant 2).
+What is looked at grows with the pieces that are wanted, not with the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from unbroken.errors import DamagedCheckpoint
+from unbroken.image.digest import HEX_CHARS, digest_block
+from unbroken.image.header import LENGTH_BYTES, MOST_HEADER_BYTES, dtype_of
+from unbroken.layout.boxes import Box, name_of_part, whole
+from unbroken.layout.spread import Cuts, Mesh, overlapping
+from unbroken.manifest import FileRecord, Manifest, PieceRecord, TensorRecord, cuts_of, mesh_of, rank_of_file
+from unbroken.store.local import LocalStore
+
+
+class _Entry(msgspec.Struct):
+    """One tensor in the header of a safetensors file."""
+
+    data_offsets: tuple[int, int]
+
+
+@dataclass(slots=True)
+class Pieces:
+    """The pieces of one checkpoint. Used by one thread."""
+
+    store: LocalStore
+    directory: str
+    """Of the checkpoint inside the run directory."""
+    manifest: Manifest
+    _meshes: dict[int, Mesh] = field(default_factory=dict)
+    _files: dict[int, int] = field(default_factory=dict)
+    """Index of a file by its rank."""
+    _headers: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    """First byte and one past the last, by file and name."""
+
+    def overlapping(self, name: str, record: TensorRecord, box: Box) -> Iterator[PieceRecord]:
+        """Pieces of a tensor, at least all those that share elements with `box`. Raises DamagedCheckpoint."""
+        if record.cuts is None:
+            yield from record.pieces
+            return
+        for held, rank in overlapping(self.cuts(record), box):
+            yield self._find(name, record, held, self.file_of(rank))
+
+    def cuts(self, record: TensorRecord) -> Cuts:
+        """How meshes cut a tensor whose pieces are not listed."""
+        assert record.cuts is not None
+        index = record.cuts.mesh
+        if index not in self._meshes:
+            self._meshes[index] = mesh_of(self.manifest.meshes[index])
+        return cuts_of(record, self._meshes[index])
+
+    def file_of(self, rank: int) -> int:
+        """Index of a rank's file. Raises DamagedCheckpoint if the manifest has none."""
+        if not self._files:
+            self._files = {rank_of_file(file.name): index for index, file in enumerate(self.manifest.files)}
+        if rank not in self._files:
+            raise DamagedCheckpoint(f"{self.directory} has no file of rank {rank}, which holds parts of its tensors")
+        return self._files[rank]
+
+    def _find(self, name: str, record: TensorRecord, held: Box, file: int) -> PieceRecord:
+        stored_as = name_of_part(name, held, tuple(record.shape))
+        place = self.header(file).get(stored_as)
+        path = f"{self.directory}/{self.manifest.files[file].name}"
+        if place is None:
+            raise DamagedCheckpoint(f"{path} has no tensor {stored_as} in its header")
+        if place[1] - place[0] != held.numel * dtype_of(record.dtype).itemsize:
+            raise DamagedCheckpoint(f"{path} has {place[1] - place[0]} bytes of {stored_as}, of {held.numel} elements")
+        box = None if held == whole(tuple(record.shape)) else list(zip(held.begin, held.end, strict=True))
+        return PieceRecord(file, *place, box)
+
+    def header(self, file: int) -> dict[str, tuple[int, int]]:
+        """Where each tensor of a file lies, by the name that it is stored under. Raises DamagedCheckpoint."""
+        if file not in self._headers:
+            self._headers[file] = read_header(self.store, self.directory, self.manifest.files[file])
+        return self._headers[file]
+
+
+def read_header(store: LocalStore, directory: str, file: FileRecord) -> dict[str, tuple[int, int]]:
+    """First byte and one past the last of each tensor in a safetensors file, its header verified on the way.
+
+    Raises DamagedCheckpoint.
+    """
+    path = f"{directory}/{file.name}"
+    first = read_verified(store, directory, file, 0, min(file.size, file.block_bytes))
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    data_begin = LENGTH_BYTES + length
+    if len(first) < LENGTH_BYTES or data_begin > min(file.size, MOST_HEADER_BYTES):
+        raise DamagedCheckpoint(f"{path} says that its header has {length} bytes")
+    end = min(file.size, -(-data_begin // file.block_bytes) * file.block_bytes)
+    text = first if end <= len(first) else read_verified(store, directory, file, 0, end)
+    try:
+        entries = msgspec.json.decode(text[LENGTH_BYTES:data_begin], type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        places = {name: msgspec.json.decode(raw, type=_Entry).data_offsets for name, raw in entries.items()}
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise DamagedCheckpoint(f"{path} has a header that is no safetensors header: {error}") from error
+    if any(not 0 <= begin <= end <= file.size - data_begin for begin, end in places.values()):
+        raise DamagedCheckpoint(f"{path} has a tensor in its header that lies outside of it")
+    return {name: (data_begin + begin, data_begin + end) for name, (begin, end) in places.items()}
+
+
+def read_verified(store: LocalStore, directory: str, file: FileRecord, begin: int, end: int) -> bytearray:
+    """Bytes `begin` to `end` of a file, which must begin on a block and end on one or with the file.
+
+    Raises DamagedCheckpoint, naming file and bytes (invariant 2).
+    """
+    name = f"{directory}/{file.name}"
+    data = bytearray(end - begin)
+    try:
+        store.read_into(name, begin, memoryview(data))
+    except (OSError, ValueError, EOFError) as error:
+        raise DamagedCheckpoint(f"{name} cannot be read: {error}") from error
+    for offset in range(0, len(data), file.block_bytes):
+        block = (begin + offset) // file.block_bytes
+        expected = file.blocks[block * HEX_CHARS : (block + 1) * HEX_CHARS]
+        content = memoryview(data)[offset : offset + file.block_bytes]
+        if digest_block(content) != expected:
+            last = begin + offset + len(content)
+            raise DamagedCheckpoint(f"{name}, bytes {begin + offset}-{last}, do not match their digest")
+    return data
