@@ -76,6 +76,8 @@ class Vote(msgspec.Struct):
     """What they are cut by."""
     own: dict[str, TensorRecord] = {}
     values: dict[str, msgspec.Raw] = {}
+    as_rank_0: list[str] = []
+    """Further names, whose values are those of rank 0."""
     plan: str = ""
     """Digest of the common plan that it went by."""
     replicas: dict[str, str] = {}
@@ -328,7 +330,7 @@ class Coordinator:
         self._done = [
             f"{save.phase}/{what}/{rank}" for what in ("entered", "details", "held", "vote") for rank in ranks
         ]
-        self._done += [f"{save.phase}/{what}" for what in ("plan", "plan-in-detail", "plan-settled")]
+        self._done += [f"{save.phase}/{what}" for what in ("plan", "plan-in-detail", "plan-settled", "values")]
 
 
 class _StructureChanged(SaveFailed):
@@ -348,9 +350,11 @@ def _in_file(records: dict[str, TensorRecord], index: int) -> dict[str, TensorRe
 def _merge_values(votes: list[Vote]) -> dict[str, list[ValueRecord]]:
     """Values by name, each distinct value once with the ranks that have it; never merged, never picked."""
     merged: dict[str, dict[bytes, list[tuple[int, int]]]] = {}
+    of_rank_0 = {name: bytes(raw) for name, raw in votes[0].values.items()}
     for rank, vote in enumerate(votes):
-        for name, raw in vote.values.items():
-            ranges = merged.setdefault(name, {}).setdefault(bytes(raw), [])
+        own = {name: bytes(raw) for name, raw in vote.values.items()} if rank else of_rank_0
+        for name, raw in {**own, **{name: of_rank_0[name] for name in vote.as_rank_0}}.items():
+            ranges = merged.setdefault(name, {}).setdefault(raw, [])
             if ranges and ranges[-1][1] == rank - 1:
                 ranges[-1] = (ranges[-1][0], rank)
             else:

@@ -19,8 +19,9 @@ from unbroken import faultpoints
 from unbroken.agreement import spell
 from unbroken.candidates import Candidate, Saved, candidates, find_tip, first_manifest, saved_for, saved_tensors
 from unbroken.cluster import Channel, Message
-from unbroken.errors import DamagedCheckpoint, NoUsableCheckpoint, StateMismatch, UnbrokenError
-from unbroken.manifest import MANIFEST, Manifest, decode
+from unbroken.errors import DamagedCheckpoint, DirectoryProblem, NoUsableCheckpoint, StateMismatch, UnbrokenError
+from unbroken.image.digest import digest_text
+from unbroken.manifest import MOST_BYTES, Manifest, decode
 from unbroken.reading import read_tensors, targets_of
 from unbroken.snapshot import as_bytes
 from unbroken.state.captured import Restoration
@@ -49,7 +50,10 @@ class _Announcement(msgspec.Struct):
 
     directory: str = ""
     """Empty: there is nothing to restore."""
-    manifest: bytes = b""
+    name: str = ""
+    """Of the manifest in it. Each rank reads it for itself: thousands would wait for one that sends it to all."""
+    digest: str = ""
+    """Of the manifest's bytes."""
     skipped: list[str] = []
 
 
@@ -74,7 +78,8 @@ class _Search:
             self.remaining = candidates(self.store, tip)
         for candidate in self.remaining:
             if candidate.manifest is not None:
-                return msgspec.json.encode(_Announcement(candidate.directory, candidate.data, self.skipped))
+                digest = digest_text(candidate.data)
+                return msgspec.json.encode(_Announcement(candidate.directory, candidate.name, digest, self.skipped))
             self.reject(candidate.directory, candidate.problem)
         abandoned = first_manifest(self.store)
         if abandoned is not None and not self.skipped:
@@ -108,13 +113,27 @@ def restore_together(
         found = msgspec.json.decode(channel.decide(f"{phase}/candidate", search.next, deadline_s), type=_Announcement)
         if not found.directory:
             return Recovered(None, "", (), ())
-        manifest = decode(found.manifest, f"{found.directory}/{MANIFEST}")
+        manifest = channel.agree(f"{phase}/manifest", lambda: _read_announced(store, found), deadline_s)  # noqa: B023
         problem = _try(channel, store, state, found.directory, manifest, phase, (deadline_s, read_deadline_s), strict)
         if isinstance(problem, Restoration):
             return Recovered(manifest, found.directory, tuple(found.skipped), tuple(problem.warnings))
         if channel.rank == 0:
             search.reject(found.directory, problem)
         attempt += 1
+
+
+def _read_announced(store: LocalStore, found: _Announcement) -> Manifest:
+    """The manifest that rank 0 announced, as this rank sees it. Raises DirectoryProblem if it is another one."""
+    path = f"{found.directory}/{found.name}"
+    try:
+        data = store.read(path, MOST_BYTES)
+    except (OSError, ValueError, EOFError) as error:
+        raise DirectoryProblem(
+            f"{store.root}/{path}, which rank 0 reads, cannot be read by another rank: {error}"
+        ) from error
+    if digest_text(data) != found.digest:
+        raise DirectoryProblem(f"ranks read different bytes of {store.root}/{path}: is it one directory for all?")
+    return decode(data, path)
 
 
 def _try(

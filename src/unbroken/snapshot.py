@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
 
 import msgspec
 import torch
@@ -18,12 +17,12 @@ import xxhash
 from unbroken.image.header import dtype_name
 from unbroken.image.image import Arena, ImageLayout, TensorSpec, lay_out
 from unbroken.layout.boxes import Box, name_of_part, whole
-from unbroken.layout.ownership import Extent, share_out
-from unbroken.layout.spread import Cuts, Spread, Stretch
+from unbroken.layout.ownership import Extent, share_out, spread_evenly
+from unbroken.layout.spread import Cuts, Stretch
 from unbroken.manifest import CutsRecord, MeshRecord, PieceRecord, TensorRecord, record_of
 from unbroken.state.captured import Captured, LiveTensor
 
-MOST_PIECES = 256
+MOST_PIECES = 16
 """A tensor in more pieces than this, each another rank's, is not listed piece by piece: a manifest of 1,000 tensors on
 16,384 ranks would have a gigabyte."""
 
@@ -110,42 +109,61 @@ def plan_snapshot(
     """
     live = captured.tensors
     shared = [name for name in sorted(live) if is_shared(name, live[name], world_size) and name not in apart]
+    written = [name for name in shared if name not in ceded]
+    cut = _written_as_cuts(live, written)
     parts = []
-    for holders, held in _held_together(live, [name for name in shared if name not in ceded], rank).items():
+    for holders, held in _held_together(live, [name for name in written if name not in cut], rank).items():
         extents = [Extent(part.tensor, part.held, live[part.tensor].tensor.dtype.itemsize) for part in held]
         by_box = {(part.tensor, part.held): part for part in held}
         for share in share_out(extents, len(holders))[holders.index(rank)]:
             part = by_box[share.name, share.held]
             stored_as = name_of_part(share.name, share.box, live[share.name].shape)
             parts.append(replace(part, box=share.box, stored_as=stored_as))
+    for name, cuts in cut.items():
+        box = cuts.boxes_of(rank)[0] if rank in cuts.mesh else None
+        if box is not None and box.numel:
+            parts.append(Part(name, box, name_of_part(name, box, cuts.shape), True, box))
     for name in sorted(set(live) - set(shared)):
         box = whole(tuple(live[name].tensor.shape))
         parts.append(Part(name, box, f"rank-{rank:05d}/{name}", False, box))
     layout = lay_out([TensorSpec(part.stored_as, live[part.tensor].tensor.dtype, part.box.shape) for part in parts])
-    shared_records, own_records = _records(parts, layout, live)
-    cut = _cut_records(live, [name for name in shared if name not in ceded], rank)
-    return Plan(structure_of(captured), tuple(parts), layout, shared_records, cut, own_records)
+    shared_records, own_records = _records([part for part in parts if part.tensor not in cut], layout, live)
+    described = _cut_records(live, cut, rank)
+    return Plan(structure_of(captured), tuple(parts), layout, shared_records, described, own_records)
 
 
-def _is_unlisted(spread: Spread | None) -> TypeGuard[Cuts]:
-    """True for a tensor in so many pieces that a manifest tells how it is cut instead of listing them."""
-    return isinstance(spread, Cuts) and len(spread.mesh.ranks) > MOST_PIECES and spread.is_fully_cut
+def _written_as_cuts(live: Mapping[str, LiveTensor], names: list[str]) -> dict[str, Cuts]:
+    """Tensors in so many pieces that a manifest tells how they are cut, on the ranks that write them.
+
+    Of several replicas one writes a tensor whole, so that its pieces are still found by the cuts alone.
+    """
+    by_mesh: dict[str, list[tuple[str, Cuts]]] = {}
+    for name in names:
+        spread = live[name].spread
+        if isinstance(spread, Cuts) and spread.order and len(spread.mesh.ranks) > MOST_PIECES:
+            by_mesh.setdefault(f"{spread.mesh.key} {spread.replicas}", []).append((name, spread))
+    found: dict[str, Cuts] = {}
+    for tensors in by_mesh.values():
+        sizes = [whole(cuts.shape).numel * live[name].tensor.dtype.itemsize for name, cuts in tensors]
+        replicas = spread_evenly(sizes, tensors[0][1].replicas)
+        for (name, cuts), replica in zip(tensors, replicas, strict=True):
+            found[name] = cuts.of_replica(replica)
+    return found
 
 
 def _cut_records(
-    live: Mapping[str, LiveTensor], names: list[str], rank: int
+    live: Mapping[str, LiveTensor], cut: Mapping[str, Cuts], rank: int
 ) -> tuple[dict[str, TensorRecord], list[MeshRecord]]:
     records: dict[str, TensorRecord] = {}
     meshes: dict[str, int] = {}
     found: list[MeshRecord] = []
-    for name in names:
-        spread = live[name].spread
-        if _is_unlisted(spread) and spread.mesh.ranks[0] == rank:
-            if spread.mesh.key not in meshes:
-                meshes[spread.mesh.key] = len(found)
-                found.append(record_of(spread.mesh))
-            cuts = CutsRecord(meshes[spread.mesh.key], list(spread.order))
-            records[name] = TensorRecord(dtype_name(live[name].tensor.dtype), list(spread.shape), [], cuts)
+    for name, cuts in cut.items():
+        if cuts.mesh.ranks[0] == rank:
+            if cuts.mesh.key not in meshes:
+                meshes[cuts.mesh.key] = len(found)
+                found.append(record_of(cuts.mesh))
+            described = CutsRecord(meshes[cuts.mesh.key], list(cuts.order))
+            records[name] = TensorRecord(dtype_name(live[name].tensor.dtype), list(cuts.shape), [], described)
     return records, found
 
 
@@ -175,8 +193,6 @@ def _records(
     shared: dict[str, TensorRecord] = {}
     own: dict[str, TensorRecord] = {}
     for part in parts:
-        if part.shared and _is_unlisted(live[part.tensor].spread):
-            continue
         tensor = live[part.tensor].tensor
         shape = live[part.tensor].shape if part.shared else tuple(tensor.shape)
         place = places[part.stored_as]

@@ -25,6 +25,7 @@ SAVED = [
     Source("fsdp2", 4),
     Source("fsdp2", 4, most_pieces=1),
     Source("hsdp", 4),
+    Source("hsdp", 4, most_pieces=1),
     Source("two_dimensional", 4),
     Source("two_dimensional", 4, most_pieces=1),
     Source("fsdp1", 4),

@@ -58,6 +58,16 @@ def share_out(extents: Sequence[Extent], writers: int) -> list[list[Share]]:
     return shares
 
 
+def spread_evenly(sizes: Sequence[int], writers: int) -> list[int]:
+    """Which of `writers` writes each of the tensors of these sizes (bytes), none of them divided."""
+    total = sum(sizes)
+    found, offset = [], 0
+    for size in sizes:
+        found.append(_writer_at(offset + size // 2, total, writers))
+        offset += size
+    return found
+
+
 def _divide(extent: Extent, offset: int, total: int, writers: int) -> list[tuple[int, Box]]:
     """The writers of one tensor that lies at `offset` on the line of `total` bytes."""
     shape = extent.box.shape

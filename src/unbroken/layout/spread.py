@@ -8,6 +8,7 @@ ceil(n / parts) rows, the last ones shorter or empty.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -66,6 +67,22 @@ class Mesh:
         return self.ranks[place]
 
     @cached_property
+    def _slices(self) -> dict[tuple[object, ...], Mesh]:
+        return {}
+
+    def slice(self, kept: tuple[int, ...], index: int) -> Mesh:
+        """One of the meshes that have the dimensions `kept` only: the `index`-th in the order of the others."""
+        if (kept, index) not in self._slices:
+            fixed: dict[int, int] = {}
+            rest = index
+            for at in reversed([at for at in range(len(self.shape)) if at not in kept]):
+                rest, fixed[at] = divmod(rest, self.shape[at])
+            choices = [(fixed[at],) if at in fixed else range(length) for at, length in enumerate(self.shape)]
+            ranks = tuple(self.rank_at(coordinate) for coordinate in itertools.product(*choices))
+            self._slices[kept, index] = Mesh(tuple(self.shape[at] for at in kept), ranks)
+        return self._slices[kept, index]
+
+    @cached_property
     def _groups(self) -> dict[tuple[object, ...], Group]:
         return {}
 
@@ -96,10 +113,16 @@ class Cuts:
     """(mesh dimension, tensor dimension), in the order in which the cuts are made."""
 
     @property
-    def is_fully_cut(self) -> bool:
-        """True if each rank holds a part that no other rank holds."""
+    def replicas(self) -> int:
+        """How many ranks hold each part."""
         cutting = {mesh_dimension for mesh_dimension, _ in self.order}
-        return all(length == 1 or at in cutting for at, length in enumerate(self.mesh.shape))
+        return math.prod(length for at, length in enumerate(self.mesh.shape) if at not in cutting)
+
+    def of_replica(self, index: int) -> Cuts:
+        """The same tensor on the ranks of one of its replicas alone, which hold each part once."""
+        cutting = tuple(sorted({mesh_dimension for mesh_dimension, _ in self.order}))
+        order = tuple((cutting.index(mesh_dimension), dimension) for mesh_dimension, dimension in self.order)
+        return Cuts(self.shape, self.mesh.slice(cutting, index), order)
 
     def boxes_of(self, rank: int) -> tuple[Box, ...]:
         """The one box that a rank holds, which may be empty."""
