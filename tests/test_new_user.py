@@ -228,3 +228,22 @@ def test_a_difference_of_the_machine_is_one_warning(tmp_path, caplog, monkeypatc
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
         f"rank 0 goes on from step 0, but: num_threads was {torch.get_num_threads() and 1} and is 63"
     ]
+
+
+def test_a_strict_job_that_was_accepted_once_is_not_stopped_when_it_starts_again(tmp_path, caplog):
+    """A generator that had not moved by the first save of the first start may have by that of the second."""
+
+    def start(draws):
+        torch.manual_seed(0)
+        model, noise = nn.Linear(2, 2), torch.Generator()
+        with unbroken.Checkpointer(tmp_path, {"model": model}, strict=True) as ckpt:
+            ckpt.restore()
+            if draws:
+                torch.rand(1, generator=noise)
+            ckpt.step()
+            ckpt.save()
+
+    start(False)
+    start(True)
+    assert "generator `noise` (Generator)" in caplog.text
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-1", "step-2"]

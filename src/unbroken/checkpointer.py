@@ -73,7 +73,8 @@ class Checkpointer:
     on_error  what a failed save does to training: "warn" logs it and the next save tries again, "raise" raises
            SaveFailed from `step`, `wait` or `close`
     strict    what looks like training state and is not in `state` is told once, at the first save. True: as the error
-              NotCovered, before anything is written. False: as a warning
+              NotCovered, before anything is written; but as a warning in a job that restored a checkpoint, since
+              one that was accepted once is not stopped later. False: as a warning
     check_replicas    when the bytes of what several ranks hold alike (DDP's parameters, HSDP's replicas) are compared
                       between them: at every save, when their structure is new ("first"), or never. It costs one pass
                       of xxh3 over them, and finds replicas that drifted apart and silent corruption
@@ -127,6 +128,7 @@ class Checkpointer:
         self._captured_once = False
         self._stepped = False
         self._pid = os.getpid()
+        self._restored = False
         self._closed = False
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -259,6 +261,7 @@ class Checkpointer:
             log.info("no checkpoint in %s: a fresh start", self._root)
             return None
         self._global_step, self._micro_step = manifest.step, manifest.micro_step
+        self._restored = True
         self._warn_of_differences(session, manifest, list(recovered.warnings))
         source = str(self._root / recovered.directory)
         restored = Restored(manifest.step, manifest.generation, source, recovered.skipped, manifest.micro_step)
@@ -284,7 +287,7 @@ class Checkpointer:
         session = self._session or self._begin_without_restore()
         began = time.monotonic()
         try:
-            self._coverage.check(strict=self._strict, loud=session.cluster.rank == 0)
+            self._coverage.check(strict=self._strict and not self._restored, loud=session.cluster.rank == 0)
             captured = self._state.capture(accumulating=self._micro_step > 0)
         except Exception as error:
             session.save(save, None, f"{type(error).__name__}: {error}")

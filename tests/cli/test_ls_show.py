@@ -13,6 +13,7 @@ import unbroken
 from unbroken.cli.ls import age_text
 from unbroken.cli.main import app
 from unbroken.cli.output import printable, size_text
+from unbroken.errors import DamagedCheckpoint
 
 WIDEST = 80
 
@@ -125,10 +126,11 @@ def test_show_prints_the_whole_manifest_for_machines(run):
     assert shown["tensors"]["model/weight"]["shape"] == [2, 3]
 
 
-def test_a_step_that_is_not_there_is_wrong_use_and_lists_those_that_are(run):
+def test_a_damaged_step_is_a_fault_and_one_that_is_not_there_is_wrong_use(run):
     cut_a_tensor_file(run, 4)
-    with pytest.raises(unbroken.UsageError, match=r"step 4 in .* cannot be used: .* bytes instead of"):
+    with pytest.raises(DamagedCheckpoint, match=r"step 4 in .* cannot be used: .* bytes instead of") as damaged:
         raise call("show", run, "--step", "4").exception
+    assert damaged.value.exit_code == 1
     with pytest.raises(unbroken.UsageError, match=r"holds no checkpoint of step 3; it holds steps 2$"):
         raise call("show", run, "--step", "3").exception
 

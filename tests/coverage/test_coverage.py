@@ -158,6 +158,44 @@ def test_a_module_that_is_trained_by_hand_is_named(run):
     assert run.forgotten() == ["module `head` (Linear)"]
 
 
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda model: {name: tensor.detach().clone() for name, tensor in model.named_parameters()},
+        lambda model: [tensor.detach().clone() for tensor in model.parameters()],
+    ],
+)
+def test_an_average_of_the_weights_in_plain_tensors_is_named(run, copied):
+    shadow, frozen = copied(run.model), copied(run.model)
+    other = {"rows": torch.zeros(3), "sums": torch.zeros(2)}
+    run.begin()
+    for tensor in shadow.values() if isinstance(shadow, dict) else shadow:
+        tensor.mul_(0.9)
+    other["rows"].add_(1)
+    assert run.forgotten() == [f"tensors `shadow` ({type(shadow).__name__})"]
+    assert len(frozen) == 2
+
+
+def test_lists_of_the_parameters_and_of_their_gradients_are_no_average(run):
+    run.model(torch.ones(1, 2)).sum().backward()
+    held, gradients = list(run.model.parameters()), [tensor.grad for tensor in run.model.parameters()]
+    run.begin()
+    with torch.no_grad():
+        for tensor in [*held, *gradients]:
+            tensor.add_(1)
+    assert run.forgotten() == []
+
+
+def test_a_module_of_nothing_but_buffers_is_named_when_it_moves(run):
+    bank = nn.Module()
+    bank.register_buffer("keys", torch.zeros(4, 2))
+    weights = nn.CrossEntropyLoss(weight=torch.ones(3))
+    run.begin()
+    bank.keys[0] = 1
+    assert run.forgotten() == ["module `bank` (Module)"]
+    assert weights.weight is not None
+
+
 def test_what_does_not_train_is_not_named(run):
     class Accuracy(nn.Module):
         def __init__(self):

@@ -90,8 +90,8 @@ def test_damage_that_a_script_does_not_notice_is_found(tmp_path, kind):
 
 
 def test_a_job_that_hangs_after_a_fault_fails_and_nothing_stays_behind(tmp_path):
-    report = run(tmp_path, "--hang", deadline_s=10.0)
-    assert "the job hangs: start 2 did not end within 10 s" in report.trials[0].problem
+    report = run(tmp_path, "--hang", deadline_s=15.0)
+    assert "the job hangs: start 2 did not end within 15 s" in report.trials[0].problem
     assert still_running(tmp_path) == []
 
 

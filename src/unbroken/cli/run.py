@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from unbroken.candidates import Place, candidates, find_tip, manifest_places
 from unbroken.cli.output import stderr
-from unbroken.errors import UsageError
+from unbroken.errors import DamagedCheckpoint, UsageError
 from unbroken.generations import Generation
 from unbroken.manifest import MANIFEST, Manifest, parse_step_directory, step_directory
 from unbroken.retention import MANIFEST_NAME
@@ -83,17 +83,23 @@ def choose(store: LocalStore, step: str | None, generation: int | None = None) -
     """The checkpoint of `step` (`40`, or `40.1` in the accumulation window after it); else the newest restorable one.
 
     A step that was saved in several histories means the one on the current lineage, unless `generation` says which
-    start of the job wrote it. The manifest of what is returned is not None. Raises UsageError.
+    start of the job wrote it. The manifest of what is returned is not None. Raises UsageError, DamagedCheckpoint.
     """
     _, found = entries(store)
     usable = [entry for entry in found if entry.manifest is not None]
     if step is None:
         chosen = next((entry for entry in usable if entry.on_lineage), None)
         if chosen is None:
+            damaged = next((entry.problem for entry in found if entry.problem), "")
+            if damaged:
+                raise DamagedCheckpoint(f"{store.root} holds no checkpoint that could be restored: {damaged}")
             raise UsageError(f"{store.root} holds no checkpoint that could be restored; see `unbroken ls {store.root}`")
         return chosen
     named = [entry for entry in usable if entry.directory == f"step-{step}" and _is_of(entry, generation)]
     if not named:
+        damaged = next((entry.problem for entry in found if entry.directory == f"step-{step}" and entry.problem), "")
+        if damaged:
+            raise DamagedCheckpoint(f"step {step} in {store.root} cannot be used: {damaged}")
         raise UsageError(_no_such_step(store, step, generation, found))
     on_lineage = [entry for entry in named if entry.on_lineage]
     if not on_lineage and len(named) > 1:

@@ -32,7 +32,7 @@ from unbroken.coverage.origins import is_users_class, is_users_module, namespace
 from unbroken.coverage.peek import attributes, elements, has_methods, inherits, is_a, is_container, is_leaf
 from unbroken.state.rng import GENERATORS
 
-OPTIMIZER, SCHEDULER, SCALER, MODULE = "optimizer", "scheduler", "scaler", "module"
+OPTIMIZER, SCHEDULER, SCALER, MODULE, TENSORS = "optimizer", "scheduler", "scaler", "module", "tensors"
 GENERATOR, LOADER, ITERATION, OBJECT = "generator", "loader", "iteration", "object"
 _BASES: tuple[tuple[type, str], ...] = (
     (Optimizer, OPTIMIZER),
@@ -83,11 +83,20 @@ def find_alive(frame: FrameType | None, *, everywhere: bool) -> Alive:
         if id(cls) not in kind_of_class:
             kind_of_class[id(cls)] = _kind_of(cls)
         kind = kind_of_class[id(cls)]
+        if kind is None and holds_tensors(value):
+            kind = TENSORS
         if kind is not None and not (kind == GENERATOR and _is_global(value)):
             found.setdefault(id(value), (kind, value))
     for kind, value in found.values():
         alive.by_kind.setdefault(kind, []).append(value)
     return alive
+
+
+def holds_tensors(value: object) -> bool:
+    """Whether it is a plain dict, list or tuple of tensors and of nothing else."""
+    if type(value) is dict:
+        value = list(value.values())
+    return (type(value) is list or type(value) is tuple) and bool(value) and all(is_a(v, torch.Tensor) for v in value)
 
 
 def is_resumable(value: object) -> bool:

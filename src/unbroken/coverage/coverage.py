@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TypeVar
 
+from unbroken.coverage.alive import is_resumable
 from unbroken.coverage.movement import Mark
 from unbroken.coverage.search import Search
 from unbroken.errors import NotCovered
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 SHOWN = 5
 """So many are named in a message, the others counted."""
-KINDS = ("optimizer", "scheduler", "scaler", "generator", "module", "loader", "object")
+KINDS = ("optimizer", "scheduler", "scaler", "generator", "module", "tensors", "loader", "object")
 """In the order in which they are told of."""
 
 
@@ -144,6 +145,9 @@ def _named(search: Search, before: Mapping[int, Mark] | None) -> list[Uncovered]
 def _message(found: list[Uncovered]) -> str:
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     shown = ", ".join(map(str, found[:SHOWN]))
+    loaders = any(one.kind == "loader" and not is_resumable(one.value) for one in found)
+    how = " (a loader as unbroken.resumable(loader), which is iterated instead)" if loaders else ""
     return (
         f"not in the checkpoint, and looks like training state: {shown}{more}; register it in the Checkpointer's state"
+        f"{how}"
     )

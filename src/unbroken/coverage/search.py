@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from unbroken.coverage.alive import GENERATOR, LOADER, MODULE, OBJECT, OPTIMIZER, SCALER, SCHEDULER, find_alive
+from unbroken.coverage.alive import GENERATOR, LOADER, MODULE, OBJECT, OPTIMIZER, SCALER, SCHEDULER, TENSORS, find_alive
 from unbroken.coverage.covered import Covered, children, own_tensors, parts_of, with_submodules
 from unbroken.coverage.loops import loaders_in_use
 from unbroken.coverage.movement import Mark, mark, sample, sample_tensors
@@ -36,7 +36,7 @@ class Candidate:
 
     def sample(self) -> str:
         """Equal as long as it does not move; "" if it has not begun to, or if that cannot be seen."""
-        return sample_tensors(self.tensors) if self.kind == MODULE else sample(self.kind, self.value)
+        return sample_tensors(self.tensors) if self.kind in (MODULE, TENSORS) else sample(self.kind, self.value)
 
 
 class Search:
@@ -50,7 +50,8 @@ class Search:
         self.names = self._alive.names
         """By id: how the script's variables lead to an object."""
         self._covered = Covered()
-        for value in registered:
+        self._registered = list(registered)
+        for value in self._registered:
             self._covered.add(value)
         self._candidates = list(self._all_candidates())
 
@@ -72,6 +73,7 @@ class Search:
             for one in used
             if (one.kind != GENERATOR or _is_drawn_from(one, before))
             and (one.kind != MODULE or _is_trained(one, before, optimized))
+            and (one.kind != TENSORS or _has_moved(one, before))
         ]
 
     def _all_candidates(self) -> Iterator[Candidate]:
@@ -80,6 +82,7 @@ class Search:
             yield from (Candidate(kind, value) for value in self._uncovered(kind) if id(value) not in inner)
         yield from (Candidate(SCALER, value) for value in self._uncovered(SCALER) if attributes(value).get("_enabled"))
         yield from self._modules()
+        yield from self._shadows()
         loaders = loaders_in_use(self._alive, self._covered)
         yield from (Candidate(LOADER, value) for value in loaders)
         yield from (Candidate(OBJECT, value) for value in self._uncovered(OBJECT))
@@ -97,16 +100,44 @@ class Search:
         return kind == OPTIMIZER and any(part in self._covered for part in parts_of(value, Optimizer))
 
     def _modules(self) -> Iterator[Candidate]:
-        """Outermost modules with parameters, of which something is not covered."""
+        """Outermost modules with parameters or buffers, of which something is not covered."""
         inside = {id(child) for module in self._alive.of(MODULE) for child in children(module)}
         for root in self._uncovered(MODULE):
             if id(root) in inside:
                 continue
             parts = list(with_submodules(root))
-            if any(attributes(part).get("_parameters") for part in parts):
+            if any(attributes(part).get("_parameters") or attributes(part).get("_buffers") for part in parts):
                 tensors = tuple(tensor for part in parts for tensor in own_tensors(part) if tensor not in self._covered)
                 if tensors:
                     yield Candidate(MODULE, root, tensors)
+
+    def _shadows(self) -> Iterator[Candidate]:
+        """Tensors in a plain dict or list that are what a registered module has, one for one: an average of it, say."""
+        ours = [list(with_submodules(module)) for module in self._registered if is_a(module, nn.Module)]
+        gradients = {
+            id(tensor.grad) for parts in ours for part in parts for tensor in own_tensors(part) if tensor.is_leaf
+        }
+        shapes = {_shapes(tensors) for parts in ours for tensors in (_parameters_in(parts), _tensors_in(parts))}
+        for value in self._alive.of(TENSORS):
+            held: list[Tensor] = list(value.values()) if is_a(value, dict) else list(value)
+            if any(tensor in self._covered or id(tensor) in gradients for tensor in held):
+                continue
+            if len(held) > 1 and _shapes(held) in shapes:
+                yield Candidate(TENSORS, value, tuple(held))
+
+
+def _parameters_in(parts: list[nn.Module]) -> list[Tensor]:
+    own = [tensor for part in parts for tensor in (attributes(part).get("_parameters") or {}).values()]
+    return [tensor for tensor in own if is_a(tensor, Tensor)]
+
+
+def _tensors_in(parts: list[nn.Module]) -> list[Tensor]:
+    return [tensor for part in parts for tensor in own_tensors(part)]
+
+
+def _shapes(tensors: list[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """What tells two lists of tensors apart, in whatever order."""
+    return tuple(sorted(tuple(tensor.shape) for tensor in tensors))
 
 
 def _before(one: Candidate, before: Marks | None) -> Mark | None:
@@ -139,6 +170,11 @@ def _is_trained(one: Candidate, before: Marks | None, optimized: set[int]) -> bo
     if seen is not None:
         return seen.sample != one.sample()
     return any(tensor.is_leaf and tensor.grad is not None for tensor in one.tensors)
+
+
+def _has_moved(one: Candidate, before: Marks | None) -> bool:
+    seen = _before(one, before)
+    return seen is not None and seen.sample != one.sample()
 
 
 def _parameters_of(optimizer: object) -> Iterator[object]:

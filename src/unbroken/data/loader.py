@@ -151,6 +151,9 @@ class ResumableLoader:
         self._open, self._given = False, 0
         self._samples.clear()
 
+    def set_epoch(self, epoch: int) -> None:
+        """Accepted and not needed, as a sampler's: the epoch is part of the position, see `epoch`."""
+
     def drain_samples(self) -> list[Any]:
         """Indices of the samples consumed since the last call, in order; for an iterable data set the numbers of the
         batches in their epoch. Nobody has to call it: at most the last 1024 batches are remembered."""

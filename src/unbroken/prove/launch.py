@@ -33,6 +33,7 @@ _RESTORED = re.compile(r"\brestored step (\d+)")
 _PREEMPTED = re.compile(r"^\s*exitcode\s*:\s*75\b", re.MULTILINE)
 _LAUNCHERS_ACCOUNT = re.compile(r"[EW]\d{4} \d\d:\d\d:.*(Sending process|failed \(exitcode)")
 _FINAL = re.compile(r"^final ([0-9a-f]+)\s*$", re.MULTILINE)
+_UNCOVERED = re.compile(r"not in the checkpoint, and looks like training state: .*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class Place:
     def logs(self) -> list[Path]:
         """What the launchers and workers printed, oldest start first."""
         return sorted(self.root.glob("start-*/node-*.log"))
+
+    def uncovered(self) -> str:
+        """The Checkpointer's warning about what is in no checkpoint, if the job printed one."""
+        found = [line for path in self.logs() for line in _UNCOVERED.findall(_text(path))]
+        return found[0].strip() if found else ""
 
     def last_lines(self, count: int = 15) -> str:
         """The end of what the job's newest start printed, of the launcher with most to say about an error."""

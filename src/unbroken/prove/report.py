@@ -40,6 +40,7 @@ def report_json(report: Report, repeat: RepeatCommand) -> dict[str, Any]:
         "seconds": round(reference.seconds, 3),
         "final": reference.outcome.final,
         "compared": list(report.compared),
+        "uncovered": report.uncovered or None,
         "unseeded": sorted(_unseeded(report)),
         "directory": str(settings.directory),
         "trials": [_trial_json(trial, report, repeat) for trial in report.trials],
@@ -62,7 +63,7 @@ def _trial_json(trial: Trial, report: Report, repeat: RepeatCommand) -> dict[str
             }
             for strike in trial.strikes
         ],
-        "seconds_lost": round(trial.seconds - report.reference.seconds, 3),
+        "seconds_lost": round(max(0.0, trial.seconds - report.reference.seconds), 3),
         "problem": trial.problem or None,
         "output": trial.output or None,
         "difference": _difference_json(difference),
@@ -99,7 +100,7 @@ def _table(report: Report) -> Table:
             table.add_row(
                 str(trial.number) if first else "",
                 *_strike_cells(strike),
-                f"{trial.seconds - report.reference.seconds:.1f}" if last else "",
+                f"{max(0.0, trial.seconds - report.reference.seconds):.1f}" if last else "",
                 _result(trial) if last else "",
             )
     return table
@@ -151,7 +152,9 @@ def _what_to_do(difference: Difference) -> str:
     if difference.restored_step is not None and parts[0] not in (MISSING, EXTRA):
         return (
             "samples and random numbers agree, and all that is registered was restored as it had been saved: something "
-            "else decides the result, a counter or an average in a plain variable, say; register what holds it"
+            "else decides the result: a counter or an average in a plain variable (register what holds it), something "
+            "registered that changes after ckpt.step(), like a scheduler (call ckpt.step() last), or a step() inside "
+            "an accumulation window (say step(accumulating=True))"
         )
     return ""
 
@@ -173,6 +176,9 @@ def _verdict(report: Report) -> RenderableType:
         lines.append(Text(f"rng: {told} left unseeded by the script, so compared only where a step was done twice"))
     if not any(strike.restored for trial in report.trials for strike in trial.strikes):
         lines.append(Text("but no trial went on from a checkpoint, as far as the script tells: every run began anew"))
+    if report.uncovered:
+        lines.append(Text(f"but the script was told: {report.uncovered}"))
+    lines.append(Text("not seen: state that is not registered and changes neither losses, samples nor final weights"))
     if not reference.steps:
         lines.append(Text("the script keeps no ledger: only its final weights were compared"))
     return Group(*lines)

@@ -71,6 +71,8 @@ class Report:
     """What stood for nodes: "network namespaces" or "processes on loopback"."""
     trials: list[Trial]
     """In order, up to the first that did not pass."""
+    uncovered: str = ""
+    """What the undisturbed run was told is in no checkpoint; empty if nothing."""
 
     @property
     def passed(self) -> bool:
@@ -109,7 +111,8 @@ class _Proof:
         reference = self._undisturbed("reference")
         self.tell(f"undisturbed run took {reference.seconds:.1f} s")
         kinds = self._kinds(reference.outcome)
-        report = Report(self.settings, kinds, reference, kind, [])
+        uncovered = Place(self.settings.directory / "reference").uncovered()
+        report = Report(self.settings, kinds, reference, kind, [], uncovered)
         for number in self.settings.numbers:
             trial = self._trial(number, kinds, reference)
             report.trials.append(trial)

@@ -1,0 +1,5 @@
+"""`python -m unbroken` is the `unbroken` command."""
+
+from unbroken.cli.main import main
+
+main()
