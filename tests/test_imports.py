@@ -25,6 +25,7 @@ LAYERS = [
     {"checkpointer"},
     {"integrations", "prove"},
     {"cli"},
+    {"__main__"},
 ]
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 KNOW_NOTHING_OF = {
