@@ -21,7 +21,7 @@ RECORD = re.compile(r"\d{4,}\.json")
 def record(path: Path) -> dict:
     """The body of a record."""
     envelope = json.loads(path.read_text())
-    assert envelope["format"] == "unbroken" and envelope["version"] == 1
+    assert envelope["format"] == "unbroken" and envelope["version"] in (1, 2)
     return envelope["body"]
 
 
@@ -53,13 +53,35 @@ def read(manifest_path: Path, rank: int) -> tuple[dict[str, np.ndarray], dict[st
     """What `rank` restores: tensors by name, decoded values by registered name."""
     manifest = record(manifest_path)
     described = manifest["tensors"] | manifest["rank_tensors"][rank]
-    tensors = {name: tensor(manifest_path.parent, manifest["files"], entry) for name, entry in described.items()}
+    directory = manifest_path.parent
+    tensors = {
+        name: tensor(directory, manifest["files"], pieces_of(directory, manifest["files"], name, entry))
+        for name, entry in described.items()
+    }
     values = {}
     for name, records in manifest["values"].items():
         for entry in records:
             if any(first <= rank <= last for first, last in entry["ranks"]):
                 values[name] = decode(entry["value"], tensors)
     return tensors, values
+
+
+def pieces_of(directory: Path, files: list, name: str, entry: dict) -> dict:
+    """The entry with its pieces, which for a tensor with `cuts` are those of its name in all headers."""
+    if "cuts" not in entry:
+        return entry
+    pieces = []
+    for index, file in enumerate(files):
+        with (directory / file["name"]).open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
+        for stored_as, place in header.items():
+            box = re.fullmatch(re.escape(name) + r"(?:\[(.*)\])?", stored_as)
+            if box:
+                begin, end = (8 + length + offset for offset in place["data_offsets"])
+                ranges = [[int(at) for at in part.split(":")] for part in (box[1] or "").split(",") if part]
+                pieces.append({"file": index, "begin": begin, "end": end, "box": ranges or None})
+    return entry | {"pieces": pieces}
 
 
 def tensor(directory: Path, files: list, entry: dict) -> np.ndarray:

@@ -212,12 +212,15 @@ def _compare_holders(
     for name in sorted(set(saved.contested) & set(restoration.targets)):
         target = restoration.targets[name]
         spread = restoration.spreads.get(name)
-        for holder, record in saved.contested[name][1:]:
+        chosen = next(holder for holder, record in saved.contested[name] if record is saved.records[name])
+        for holder, record in saved.contested[name]:
+            if record is saved.records[name]:
+                continue
             other = torch.empty_like(target, device="cpu")
             read_tensors(store, directory, manifest, {name: record}, {name: targets_of(other, spread, rank)})
             if not torch.equal(as_bytes(other), as_bytes(target.cpu())):
                 ranks = spell([own for own, _ in saved.contested[name]])
-                return f"{name} was each rank's own on ranks {ranks}, and rank {holder} had other values than the first"
+                return f"{name} was each rank's own on ranks {ranks}, and rank {holder} had other values than {chosen}"
     return ""
 
 
@@ -225,10 +228,10 @@ def _settle_holders(mismatch: str, restoration: Restoration, strict: bool) -> No
     if mismatch and strict:
         raise StateMismatch(
             f"{mismatch}: which of them another layout shall have cannot be told. Restore with as many ranks as saved "
-            "it, or with restore(strict=False), which takes the first rank's"
+            "it, or with restore(strict=False): then each rank takes what it had, and a new one what the first had"
         )
     if mismatch:
-        restoration.warnings.append(f"{mismatch}: the first rank's are restored")
+        restoration.warnings.append(f"{mismatch}: each rank takes what it had, a new one what the first had")
 
 
 def _guarded(finish: Callable[[], None]) -> Callable[[], None]:

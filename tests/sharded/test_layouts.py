@@ -6,9 +6,12 @@ from typing import NamedTuple
 
 import pytest
 
+import independent_reader
 import unbroken
 from sharded.models import make_job
 from unbroken import snapshot
+from unbroken.store.local import LocalStore
+from unbroken.verification import verify_run
 
 
 class Source(NamedTuple):
@@ -88,3 +91,27 @@ def test_both_ways_to_describe_pieces_were_tried(saved):
         snapshot.MOST_PIECES: 1,
         1: 2,
     }
+
+
+def test_a_reader_that_knows_only_the_page_about_the_format_gets_every_number(saved):
+    for source, (directory, content) in saved.items():
+        tensors, _ = independent_reader.read(independent_reader.newest(directory), 0)
+        stored = {
+            name.removeprefix("model/").removeprefix("optimizer/state/"): value for name, value in tensors.items()
+        }
+        known = content.keys() & stored.keys()
+        assert len(known) == 7, f"{source}: the weights"
+        assert {name: stored[name].tobytes() for name in known} == {name: content[name] for name in known}
+
+
+def test_verify_finds_nothing_wrong_and_a_damaged_byte_of_any_part_of_a_file(saved, tmp_path):
+    for source, (directory, _) in saved.items():
+        copy = shutil.copytree(directory, tmp_path / f"{source.layout}-{source.most_pieces}")
+        report = verify_run(LocalStore(copy), lambda _: None)
+        assert report.faults == [] and report.restores is not None, source
+        file = sorted(copy.glob("step-2/*.safetensors"))[-1]
+        data = bytearray(file.read_bytes())
+        data[20] ^= 1  # in the header, which a tensor that is cut is found by
+        file.write_bytes(data)
+        report = verify_run(LocalStore(copy), lambda _: None)
+        assert report.faults and report.restores is None, source
