@@ -220,7 +220,8 @@ def _compare_holders(
             read_tensors(store, directory, manifest, {name: record}, {name: targets_of(other, spread, rank)})
             if not torch.equal(as_bytes(other), as_bytes(target.cpu())):
                 ranks = spell([own for own, _ in saved.contested[name]])
-                return f"{name} was each rank's own on ranks {ranks}, and rank {holder} had other values than {chosen}"
+                pair = f"ranks {min(holder, chosen)} and {max(holder, chosen)}"
+                return f"{name} was each rank's own on ranks {ranks}, and {pair} did not have the same values"
     return ""
 
 
