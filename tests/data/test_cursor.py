@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unbroken.data.cursor import BatchSizes, batch_spans, count_batches, fit_batch_size, share_of
+from unbroken.data.cursor import BatchSizes, Fitted, batch_spans, count_batches, fit_batch_size, share_of
 from unbroken.errors import StateMismatch
 
 worlds = st.integers(1, 7)
@@ -67,18 +67,34 @@ def test_the_global_batch_is_kept_or_refused(size: int, before: int, after: int)
         with pytest.raises(StateMismatch, match=f"{saved.total} samples cannot be divided among {after} ranks"):
             fit_batch_size(saved, size, after)
     else:
-        fitted, warning = fit_batch_size(saved, size, after)
-        assert fitted * after == saved.total
-        assert (warning is None) == (before == after)
+        fitted = fit_batch_size(saved, size, after)
+        assert fitted.size * after == saved.total and fitted.micro_batches == 1
+        assert (fitted.warning == "") == (before == after)
+
+
+@given(st.integers(1, 12), worlds, worlds)
+def test_batches_are_accumulated_to_the_global_batch_or_refused(size: int, before: int, after: int) -> None:
+    saved = BatchSizes(size, before, size * before)
+    if saved.total % (size * after):
+        with pytest.raises(StateMismatch, match=f"no multiple of the {size * after} that {after} ranks read at once"):
+            fit_batch_size(saved, size, after, "accumulate")
+    else:
+        fitted = fit_batch_size(saved, size, after, "accumulate")
+        assert fitted.size == size and fitted.micro_batches * size * after == saved.total
+
+
+def test_another_number_of_ranks_is_refused_if_the_user_chose_so() -> None:
+    assert fit_batch_size(BatchSizes(4, 3, 12), 4, 3, "refuse") == Fitted(4)
+    with pytest.raises(StateMismatch, match='saved by 3 ranks and this job has 2, which when_ranks_change="refuse"'):
+        fit_batch_size(BatchSizes(4, 3, 12), 4, 2, "refuse")
 
 
 def test_a_batch_size_that_the_user_changed_holds() -> None:
     saved = BatchSizes(4, 3, 12)
-    assert fit_batch_size(saved, 6, 2) == (6, None)
-    size, warning = fit_batch_size(saved, 5, 2)
-    assert size == 5
-    assert warning is not None
-    assert "global batch changes from 12 to 10" in warning
+    assert fit_batch_size(saved, 6, 2) == Fitted(6)
+    fitted = fit_batch_size(saved, 5, 2)
+    assert fitted.size == 5
+    assert "global batch changes from 12 to 10" in fitted.warning
 
 
 def test_a_refusal_names_the_world_sizes_that_fit() -> None:

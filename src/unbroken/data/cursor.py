@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from unbroken.errors import StateMismatch
 
@@ -66,22 +67,68 @@ class BatchSizes:
     """The global batch: what all ranks together read in one step."""
 
 
-def fit_batch_size(saved: BatchSizes, configured: int, world: int) -> tuple[int, str | None]:
-    """The batch size per rank to go on with, and what to tell the user, if anything.
+WhenRanksChange: TypeAlias = Literal["batch", "accumulate", "refuse"]
+"""How another number of ranks keeps the global batch: by larger or smaller batches, by another number of batches in an
+optimizer step, or not at all."""
 
-    The global batch stays what it was. Only a batch size that the user changed, to something that does not give the
-    saved global batch, takes precedence.
 
-    Raises StateMismatch if the saved global batch cannot be divided among `world` ranks.
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """How the global batch is kept."""
+
+    size: int
+    """Samples per batch and rank."""
+    micro_batches: int = 1
+    """Batches that together are one global batch."""
+    warning: str = ""
+    """What to tell the user; empty if nothing."""
+
+
+def fit_batch_size(saved: BatchSizes, configured: int, world: int, choice: WhenRanksChange = "batch") -> Fitted:
+    """The batches to go on with. The global batch stays what it was.
+
+    Only a batch size that the user changed, to something that does not give the saved global batch, takes precedence.
+
+    Raises StateMismatch if the saved global batch cannot be kept in the chosen way.
     """
     if configured * world == saved.total:
-        return configured, None
+        return Fitted(configured)
     if configured != saved.configured:
-        return configured, (
+        return Fitted(
+            configured,
+            1,
             f"the global batch changes from {saved.total} to {configured * world} samples: batch_size is now "
             f"{configured} on {world} ranks (it was {saved.configured} on {saved.world}); losses "
-            "will not match the earlier run's"
+            "will not match the earlier run's",
         )
+    if choice == "refuse":
+        raise StateMismatch(
+            f"the checkpoint was saved by {saved.world} ranks and this job has {world}, which when_ranks_change="
+            '"refuse" forbids; start as many ranks, or choose "batch" or "accumulate"'
+        )
+    return _accumulate(saved, configured, world) if choice == "accumulate" else _resize(saved, configured, world)
+
+
+def _accumulate(saved: BatchSizes, configured: int, world: int) -> Fitted:
+    together = configured * world
+    if saved.total % together:
+        fitting = [
+            ranks for ranks in range(1, saved.total // configured + 1) if saved.total % (ranks * configured) == 0
+        ]
+        raise StateMismatch(
+            f"the checkpoint's global batch of {saved.total} samples is no multiple of the {together} that {world} "
+            f"ranks read at once; start on one of {', '.join(map(str, fitting))} ranks"
+        )
+    count = saved.total // together
+    return Fitted(
+        configured,
+        count,
+        f"{count} batches of {together} samples make up the global batch of {saved.total} that the checkpoint was "
+        "saved with: accumulate loader.micro_batches of them in an optimizer step",
+    )
+
+
+def _resize(saved: BatchSizes, configured: int, world: int) -> Fitted:
     if saved.total % world:
         fitting = ", ".join(str(size) for size in range(1, saved.total + 1) if saved.total % size == 0)
         raise StateMismatch(
@@ -89,7 +136,9 @@ def fit_batch_size(saved: BatchSizes, configured: int, world: int) -> tuple[int,
             f"one of {fitting} ranks, or set another batch_size than {configured} to choose a new global batch"
         )
     each = saved.total // world
-    return each, (
+    return Fitted(
+        each,
+        1,
         f"batch_size is {each} instead of {configured} on each of {world} ranks, which keeps the global batch of "
-        f"{saved.total} samples that the checkpoint was saved with"
+        f"{saved.total} samples that the checkpoint was saved with",
     )

@@ -53,5 +53,8 @@ class Feed(Protocol):
     def batches(self) -> int:
         """Batches in a whole epoch, on this rank."""
 
+    def micro_batches(self) -> int:
+        """How many batches make up one of the run as it began; 1 unless ranks changed and the script accumulates."""
+
     def batch_size(self) -> int | None:
         """Samples per batch on this rank, as it is now; None where batches are not the loader's."""

@@ -175,6 +175,9 @@ class IterableFeed:
     def batches(self) -> int:
         return len(self._loader)
 
+    def micro_batches(self) -> int:
+        return 1
+
     def batch_size(self) -> int | None:
         return self._loader.batch_size
 

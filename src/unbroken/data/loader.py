@@ -17,11 +17,12 @@ import copy
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
+from unbroken.data.cursor import WhenRanksChange
 from unbroken.data.feed import Delivered, Feed
 from unbroken.data.iterable import IterableFeed
 from unbroken.data.mapstyle import MapFeed
@@ -33,17 +34,28 @@ _BATCHES_REMEMBERED = 1024
 """Batches whose sample ids wait for `drain_samples`; older ones are forgotten, so that nobody has to call it."""
 
 
-def resumable(loader: DataLoader[Any], *, seed: int | None = None) -> ResumableLoader:
+def resumable(
+    loader: DataLoader[Any], *, seed: int | None = None, when_ranks_change: WhenRanksChange = "batch"
+) -> ResumableLoader:
     """`loader` with an exact position.
 
     seed  of order and augmentation; by default the DistributedSampler's, else the generator's that the loader or its
           sampler was given, else `torch.initial_seed()`. A restored state's seed takes its place.
 
+    when_ranks_change  how the global batch stays what it was when a checkpoint of another number of ranks is restored:
+          "batch" changes the batch size per rank; "accumulate" leaves it, and `micro_batches` tells how many batches
+          the script is to accumulate; "refuse" ends with StateMismatch
+
     Options, data set, sampler and collate function are the loader's. Its own iteration is not used any more.
     Raises UsageError for what cannot be resumed exactly this way: another kind of loader, or a DataPipe.
     """
     _check_kind(loader)
-    feed: Feed = IterableFeed(loader) if isinstance(loader.dataset, IterableDataset) else MapFeed(loader)
+    if when_ranks_change not in get_args(WhenRanksChange):
+        raise UsageError(f'when_ranks_change={when_ranks_change!r}: give "batch", "accumulate" or "refuse"')
+    iterable = isinstance(loader.dataset, IterableDataset)
+    if iterable and when_ranks_change != "batch":
+        raise UsageError("an iterable data set divides itself among ranks: leave when_ranks_change out")
+    feed: Feed = IterableFeed(loader) if iterable else MapFeed(loader, when_ranks_change)
     return ResumableLoader(loader, feed, _default_seed(loader) if seed is None else seed)
 
 
@@ -66,6 +78,12 @@ class ResumableLoader:
         """Batches of the current iteration that the loop has had."""
         self._loaded: dict[str, Any] | None = None
         self._samples: deque[list[Any]] = deque(maxlen=_BATCHES_REMEMBERED)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many batches make up one of the run as it began: 1, or more once `when_ranks_change="accumulate"` made up
+        for ranks that are gone. A script that accumulates k batches anyway accumulates k times as many."""
+        return self._feed.micro_batches()
 
     @property
     def epoch(self) -> int:

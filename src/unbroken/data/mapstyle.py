@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from unbroken.data.cursor import BatchSizes, batch_spans, count_batches, fit_batch_size, share_of
+from unbroken.data.cursor import BatchSizes, WhenRanksChange, batch_spans, count_batches, fit_batch_size, share_of
 from unbroken.data.dataset import BatchKey, SeededDataset
 from unbroken.data.feed import Delivered
 from unbroken.data.inner import build_inner
@@ -33,8 +33,10 @@ _POSITIONS_PER_BATCH = 1 << 32
 class MapFeed:
     """The feed of a loader over a map-style data set."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], when_ranks_change: WhenRanksChange = "batch") -> None:
         self._loader = loader
+        self._when_ranks_change = when_ranks_change
+        self._micro_batches = 1
         sampler, size, drop_last = _what_to_sample(loader)
         self._sampler = sampler
         self._configured_size = size
@@ -61,7 +63,7 @@ class MapFeed:
             "order_length": _length(self._sampler) if self._order is None else self._order.length(),
             "world": self._world(),
             "batch_size": self._configured_size,
-            "global_batch": None if self._size is None else self._size * self._world(),
+            "global_batch": None if self._size is None else self._size * self._world() * self._micro_batches,
         }
         if self._custom is not None:
             said["broken_off"] = self._custom.history()
@@ -70,19 +72,20 @@ class MapFeed:
     def adopt(self, state: Mapping[str, Any]) -> list[str]:
         self._check_same_data(state)
         world, warnings = self._world(), []
-        size = self._size
+        size, micro_batches = self._size, 1
         if self._custom is not None:
             self._check_custom(state, world)
         if self._configured_size is not None and state["global_batch"] is not None:
             saved = BatchSizes(state["batch_size"], state["world"], state["global_batch"])
-            size, warning = fit_batch_size(saved, self._configured_size, world)
-            warnings += [warning] if warning else []
+            fitted = fit_batch_size(saved, self._configured_size, world, self._when_ranks_change)
+            size, micro_batches = fitted.size, fitted.micro_batches
+            warnings += [fitted.warning] if fitted.warning else []
         elif self._configured_size is None and state["world"] != world:
             warnings.append(
                 f"batches are not the loader's to size: {world} ranks now read what {state['world']} read before, and "
                 "the global batch changes with them"
             )
-        self._size = size
+        self._size, self._micro_batches = size, micro_batches
         if self._custom is not None:
             self._custom.adopt(state["broken_off"])
         return warnings
@@ -202,6 +205,9 @@ class MapFeed:
 
     def batches(self) -> int:
         return len(self._loader) if self._order is None else self._count_left(self._order, 0)
+
+    def micro_batches(self) -> int:
+        return self._micro_batches
 
     def batch_size(self) -> int | None:
         return self._size if self._loader.batch_size is not None else None
