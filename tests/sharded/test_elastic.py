@@ -82,3 +82,40 @@ def test_another_number_of_ranks_is_refused_where_the_user_chose_so(ranks, tmp_p
         assert 'this job has 2, which when_ranks_change="refuse" forbids' in result.text
     for result in ranks.run(f"{MODULE}:train", 3, str(tmp_path), 5, "accumulate"):
         assert isinstance(result, Raised) and "no multiple of the 6 that 3 ranks read at once" in result.text
+
+
+def accumulate(rank, world_size, directory, layout, begin, sync):
+    """Half a window, a checkpoint, and what comes of the whole window; or the second half alone."""
+    job = make_job(layout if world_size > 1 else "single", seed=1)
+    rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(4))
+    with unbroken.Checkpointer(directory, job.state, on_error="raise") as ckpt:
+        restored = ckpt.restore()
+        assert begin == (restored is None)
+        if begin:
+            if not sync:
+                job.model.set_requires_gradient_sync(False)
+            job.model(rows[:4]).square().sum().backward()
+            ckpt.step(accumulating=True)
+            ckpt.save()
+            ckpt.wait()
+        assert ckpt.micro_step == 1
+        job.model(rows[4:]).square().sum().backward()
+        job.optimizer.step()
+        ckpt.step()
+    return job.content()
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "two_dimensional", "hsdp"])
+def test_sharded_gradients_of_half_a_window_restore_into_any_number_of_ranks(ranks, tmp_path, layout):
+    whole = ranks.run_all_well(f"{MODULE}:accumulate", 4, str(tmp_path), layout, True, True)[0]
+    assert ranks.run_all_well(f"{MODULE}:accumulate", 4, str(tmp_path), layout, False, True) == [whole] * 4
+    if layout == "fsdp2":
+        for world_size in (1, 2):
+            other = ranks.run_all_well(f"{MODULE}:accumulate", world_size, str(tmp_path), layout, False, True)[0]
+            assert other == whole, "all ranks read the same rows, so that no order of reduction matters"
+
+
+def test_gradients_that_fsdp_has_not_reduced_are_refused(ranks, tmp_path):
+    for result in ranks.run(f"{MODULE}:accumulate", 4, str(tmp_path), "fsdp2", True, False):
+        assert isinstance(result, Raised) and result.kind == "UnsupportedValue", result
+        assert "FSDP keeps gradients of model" in result.text

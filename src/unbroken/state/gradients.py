@@ -33,6 +33,8 @@ def capture_gradients(captured: Captured, parameters: ParameterNames, *, accumul
         gradient = slot.tensor.grad
         assert gradient is not None
         problem = reason_not_storable(gradient)
+        if isinstance(slot.spread, Stretch) and gradient.shape != slot.tensor.shape:
+            problem = "not reduced yet (no_sync), and unsharded"
         if problem is not None:
             raise UnsupportedValue(
                 f"the gradient of {slot.name} is {problem}: save between two optimizer steps instead"

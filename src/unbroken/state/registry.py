@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from unbroken.errors import UsageError
+from unbroken.errors import UnsupportedValue, UsageError
 from unbroken.state import buckets, foreign_optimizers, gradients, modules, objects, optimizers, rng
 from unbroken.state.captured import Captured, Json, LiveTensor, Restoration, SavedTensor
 from unbroken.state.draft import Draft, naming
-from unbroken.state.names import ParameterNames, Slot, Ties, check_plain, slots_of
-from unbroken.state.sharding import spread_of
+from unbroken.state.names import ParameterNames, Slot, Ties, check_plain, join, slots_of, walk
+from unbroken.state.sharding import holds_unreduced_gradients, spread_of
 
 TENSOR = "tensor"
 """Kind of a tensor that is registered by itself."""
@@ -79,8 +79,20 @@ class State:
             with naming(f"saving {name}"):
                 self._capture_one(captured, name, value, by_name.get(name, []), parameters)
         modules.capture_slots(captured, Ties(slots))
+        if accumulating:
+            self._refuse_unreduced()
         gradients.capture_gradients(captured, parameters, accumulating=accumulating)
         return captured
+
+    def _refuse_unreduced(self) -> None:
+        """Raise for partial gradients that lie where nobody finds them."""
+        for name, value in self._objects.items():
+            for place in walk(value) if isinstance(value, nn.Module) else ():
+                if holds_unreduced_gradients(place.module):
+                    raise UnsupportedValue(
+                        f"FSDP keeps gradients of {join(name, place.fqn)} that it has not reduced: save between two "
+                        "optimizer steps, or let it reduce in every micro-step (set_requires_gradient_sync(True))"
+                    )
 
     def _capture_one(
         self, captured: Captured, name: str, value: object, slots: list[Slot], parameters: ParameterNames

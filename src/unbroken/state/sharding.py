@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from unbroken.layout.spread import Cuts, Mesh, Spread, holding, replicated
 
@@ -92,6 +92,23 @@ def _place_among(order: list[tuple[int, int]], mesh: Mesh, dimension: int, facto
 def mesh_of(mesh: DeviceMesh) -> Mesh:
     """The global ranks of a device mesh."""
     return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+
+def holds_unreduced_gradients(module: nn.Module) -> bool:
+    """True if FSDP2 has gradients of this module that it has not reduced yet: with `set_requires_gradient_sync(False)`
+    they accumulate unsharded, in places of its own (`FSDPParam.unsharded_accumulated_grad` or the gradient of its
+    `_unsharded_param`, torch 2.6 to 2.13)."""
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return False
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    return any(
+        parameter.unsharded_accumulated_grad is not None
+        or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+        for parameter in parameters
+    )
 
 
 def beside(spread: Spread | None, shape: tuple[int, ...]) -> Spread | None:
