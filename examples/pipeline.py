@@ -100,27 +100,6 @@ first, last = stage == 0, stage == stages - 1
 torch.manual_seed(1337)
 model = keep_stage(GPT(), stage).to(device)
 module = DistributedDataParallel(model, process_group=mesh["dp"].get_group()) if replicas > 1 else model
-micro = batch_size // microbatches
-tokens = torch.zeros(micro, block, dtype=torch.long, device=device)
-hidden, logits = (torch.zeros(micro, block, size, device=device, requires_grad=True) for size in (width, 256))
-# With the shapes given. Otherwise torch runs the model at the first step of every start, to learn them, and draws
-# random numbers for dropout which a job that was never killed does not draw there.
-pipeline_stage = PipelineStage(
-    module,
-    stage,
-    stages,
-    torch.device(device),
-    input_args=(tokens if first else hidden,),
-    output_args=(logits if last else hidden,),
-    group=mesh["pp"].get_group(),
-)
-
-
-def loss_of(logits, target):
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-schedule = Schedule1F1B(pipeline_stage, microbatches, loss_of)
 torch.manual_seed(1337 + rank)  # every rank its own dropout
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
@@ -139,6 +118,17 @@ ckpt = unbroken.Checkpointer(
 restored = ckpt.restore()
 if restored and rank == 0:
     print(restored, flush=True)
+
+micro = loader.batch_size // microbatches  # a restore on fewer ranks keeps the global batch
+tokens = torch.zeros(micro, block, dtype=torch.long, device=device)
+hidden, logits = (torch.zeros(micro, block, size, device=device, requires_grad=True) for size in (width, 256))
+# With the shapes given. Otherwise torch runs the model at the first step of every start, to learn them, and draws
+# random numbers for dropout which a job that was never killed does not draw there.
+inputs, outputs = tokens if first else hidden, logits if last else hidden
+pipe = PipelineStage(module, stage, stages, torch.device(device), inputs, outputs, group=mesh["pp"].get_group())
+schedule = Schedule1F1B(
+    pipe, microbatches, lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten())
+)
 
 while ckpt.global_step < args.steps:
     for (line,) in loader:
