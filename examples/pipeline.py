@@ -122,8 +122,8 @@ if restored and rank == 0:
 micro = loader.batch_size // microbatches  # a restore on fewer ranks keeps the global batch
 tokens = torch.zeros(micro, block, dtype=torch.long, device=device)
 hidden, logits = (torch.zeros(micro, block, size, device=device, requires_grad=True) for size in (width, 256))
-# With the shapes given. Otherwise torch runs the model at the first step of every start, to learn them, and draws
-# random numbers for dropout which a job that was never killed does not draw there.
+# With the shapes given. Otherwise torch runs the model once more at the first step of every start, to learn them, and
+# batch norm, if there were any, would count a batch that a job that was never killed does not have there.
 inputs, outputs = tokens if first else hidden, logits if last else hidden
 pipe = PipelineStage(module, stage, stages, torch.device(device), inputs, outputs, group=mesh["pp"].get_group())
 schedule = Schedule1F1B(
