@@ -327,8 +327,9 @@ def _warn_of_modules_without_ddp(captured: Captured, world_size: int) -> None:
     modules = any(value.get("kind") == "module" for value in captured.values.values())
     if modules and all(live.spread is None for live in captured.tensors.values()):
         log.warning(
-            "no registered module is a DistributedDataParallel: each of %d ranks saves a copy of its own. If you wrap "
-            "the model, register the wrapped one: DDP's bucket layout is part of an exact resume",
+            "no registered module is a DistributedDataParallel: each of %d ranks saves what it has as its own, as "
+            "stages of a pipeline should. If you wrap the model, register the wrapped one: DDP's bucket layout is part "
+            "of an exact resume",
             world_size,
         )
 

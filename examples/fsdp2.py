@@ -1,0 +1,128 @@
+"""A small GPT on the source of Python's standard library, sharded with FSDP2. Kill it at any moment and start it again.
+
+    torchrun --nproc-per-node 4 examples/fsdp2.py --out runs/fsdp2 --steps 60 --every 10              # four shards
+    torchrun --nproc-per-node 4 examples/fsdp2.py --out runs/fsdp2 --steps 60 --replicas 2            # HSDP: 2 x 2
+    unbroken prove --nproc 4 --trials 5 -- examples/fsdp2.py --out {out} --steps 60                   # nothing changes
+
+Each rank saves the shards that it holds, and restores those that it holds then: on another number of ranks, with or
+without replicas, or with `tensor_parallel.py` or `fsdp1.py` in the same directory.
+"""
+
+import argparse
+import hashlib
+import os
+import sysconfig
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import unbroken
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="runs/fsdp2", help="run directory; all nodes must share it")
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--replicas", type=int, default=1, help="groups of ranks that hold the same shards")
+args = parser.parse_args()
+
+layers, heads, width, block = 2, 4, 64, 64
+batch_size = 8  # sequences per rank
+text_bytes = 1 << 14  # little text, so that a short run crosses the edge of an epoch too
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.drop = nn.Dropout(args.dropout)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(b, t, -1, 3, width // heads).permute(3, 0, 2, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=args.dropout, is_causal=True)
+        x = x + self.drop(self.proj(y.transpose(1, 2).reshape(b, t, -1)))
+        return x + self.drop(self.mlp(self.norm_2(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(block, width)
+        self.drop = nn.Dropout(args.dropout)
+        self.blocks = nn.ModuleDict({str(layer): Block() for layer in range(layers)})
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+
+    def forward(self, x):
+        x = self.drop(self.bytes(x) + self.positions(torch.arange(block, device=x.device)))
+        for layer in self.blocks.values():
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+# A short timeout: when a node is lost, the others must find out, and end, before somebody can start them again.
+# Groups that init_device_mesh makes would wait for 30 minutes, so they are made here.
+timeout = timedelta(seconds=30)
+dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+rank, world_size = dist.get_rank(), dist.get_world_size()
+ranks = torch.arange(world_size).view(args.replicas, -1)
+groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (ranks.T, ranks)]
+mesh = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=("replicate", "shard"))
+
+torch.manual_seed(1337)
+model = GPT().to(device)
+for part in (*model.blocks.values(), model):
+    fully_shard(part, mesh=mesh if args.replicas > 1 else mesh["shard"])
+torch.manual_seed(1337 + rank)  # every rank its own dropout
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+
+text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+bytes_ = torch.frombuffer(bytearray(text[:text_bytes]), dtype=torch.uint8).long()
+data = TensorDataset(bytes_.unfold(0, block + 1, block))
+sampler = DistributedSampler(data, world_size, rank, seed=1337, drop_last=True)
+loader = unbroken.resumable(DataLoader(data, batch_size, sampler=sampler, drop_last=True))
+
+ckpt = unbroken.Checkpointer(
+    args.out,
+    {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader},
+    every=unbroken.Every(steps=args.every),
+)
+restored = ckpt.restore()
+if restored and rank == 0:
+    print(restored, flush=True)
+
+while ckpt.global_step < args.steps:
+    for (line,) in loader:
+        line = line.to(device)
+        loss = F.cross_entropy(model(line[:, :-1]).flatten(0, 1), line[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        ckpt.step(loss=loss)
+        if ckpt.global_step >= args.steps:
+            break
+ckpt.close()
+
+digest = hashlib.sha256()
+for weight in model.parameters():
+    digest.update(weight.detach().full_tensor().cpu().contiguous().view(torch.uint8).numpy())
+if rank == 0:
+    print(f"final {digest.hexdigest()}", flush=True)
+    (Path(args.out) / "final.txt").write_text(f"final {digest.hexdigest()}\n")
+dist.destroy_process_group()
