@@ -20,7 +20,7 @@ LAYERS = [
     {"retention", "agreement"},
     {"candidates", "commit", "reading", "ledger", "directory"},
     {"recovery", "writer", "saves", "verification", "comparison"},
-    {"session", "pruning"},
+    {"session", "pruning", "exchange"},
     {"checkpointer"},
     {"integrations", "prove"},
     {"cli"},
