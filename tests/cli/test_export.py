@@ -100,7 +100,64 @@ def test_sizes_are_read_as_people_write_them(text, size):
     assert parse_size(text) == size
 
 
-def test_the_help_fits_and_has_an_example():
-    lines = call("export", "--help").output.splitlines()
-    assert any("unbroken export runs/gpt" in line for line in lines)
+@pytest.mark.parametrize(("command", "example"), [("export", "runs/gpt weights"), ("import", "checkpoint.pt runs/gpt")])
+def test_the_help_fits_and_has_an_example(command, example):
+    lines = call(command, "--help").output.splitlines()
+    assert any(f"unbroken {command} {example}" in line for line in lines)
     assert max(map(len, lines)) <= WIDEST
+
+
+def test_what_was_exported_can_be_imported_and_goes_on(run, tmp_path):
+    for to in ("torch", "dcp"):
+        call("export", run, tmp_path / to, "--to", to)
+        result = call("import", tmp_path / to, tmp_path / f"{to}-run", "--step", "9")
+        assert result.exit_code == 0, result.output
+        expected = f"imported model, optimizer as step 9 of {tmp_path / f'{to}-run'}: 2 tensors, 32 B\n"
+        assert result.stdout == expected
+        assert call("verify", tmp_path / f"{to}-run").exit_code == 0
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with unbroken.Checkpointer(tmp_path / f"{to}-run", {"model": model, "optimizer": optimizer}) as ckpt:
+            assert ckpt.restore().step == ckpt.global_step == 9
+        assert model.weight.unique().item() == 2 and optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_an_import_is_told_to_machines_with_what_was_left_out(tmp_path):
+    torch.save({"net_state_dict": {"module.w": torch.ones(2)}, "epoch": 3, "best": {"loss": 0.5}}, tmp_path / "all.pt")
+    result = call("import", tmp_path / "all.pt", tmp_path / "run", "--skip", "best", "--json")
+    assert json.loads(result.stdout) == {
+        "run": str(tmp_path / "run"),
+        "format": "torch",
+        "step": 0,
+        "generation": 1,
+        "names": ["net"],
+        "tensors": 1,
+        "bytes": 8,
+        "notes": [
+            "left out: epoch is no state dict",
+            "net: the names are taken without module.; --prefix '' keeps them",
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tie", "a"], "is no pair of names"),
+        (["--from", "dcp"], "holds no .metadata"),
+        (["--step", "-1"], "-1 is no step"),
+        (["--skip", "model"], "holds nothing that can be imported"),
+        (["--name", "rng"], "use another name"),
+    ],
+)
+def test_wrong_use_of_import_is_told_and_leaves_nothing(tmp_path, arguments, says):
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    error = call("import", tmp_path / "w.pt", tmp_path / "run", *arguments).exception
+    assert isinstance(error, unbroken.UsageError) and says in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == ["w.pt"]
+
+
+def test_a_damaged_source_exits_with_one(tmp_path):
+    (tmp_path / "w.pt").write_bytes(b"PK\x03\x04 and nothing more")
+    error = call("import", tmp_path / "w.pt", tmp_path / "run").exception
+    assert isinstance(error, unbroken.DamagedCheckpoint) and error.exit_code == 1

@@ -15,6 +15,7 @@ import typer
 
 from unbroken.cli.diff import diff
 from unbroken.cli.export import export
+from unbroken.cli.import_ import import_
 from unbroken.cli.ls import ls
 from unbroken.cli.output import leave_closed_pipe, printable
 from unbroken.cli.prove import prove
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 for command in (ls, show, verify, diff, prune, rollback, export, prove):
     app.command()(command)
+app.command("import")(import_)
 
 
 def _print_version(wanted: bool) -> None:

@@ -54,7 +54,7 @@ def load_torch(path: Path) -> Any:
         return _load(file, str(path))
 
 
-def load_bytes(data: bytes, what: str) -> Any:
+def load_bytes(data: bytes | bytearray, what: str) -> Any:
     """The same of bytes in memory; `what` names them in errors."""
     return _load(io.BytesIO(data), what)
 
