@@ -20,7 +20,7 @@ from unbroken.state.draft import count_and_name
 from unbroken.state.merging import MERGED
 from unbroken.store.local import LocalStore
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 
 Progress = Callable[[int], None]
 """Called with the number of bytes read since the last call."""

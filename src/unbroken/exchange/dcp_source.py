@@ -6,6 +6,7 @@ read as data (`inert.py`), values and tensors weights-only. Names of files lead 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from unbroken.errors import DamagedCheckpoint, UsageError
 from unbroken.exchange.incoming import IncomingPart, IncomingTensor
 from unbroken.exchange.inert import Inert, read_inert
-from unbroken.exchange.torch_files import load_bytes
+from unbroken.exchange.torch_files import load_stream
 from unbroken.image.header import dtype_of
 from unbroken.layout.boxes import Box, whole
 from unbroken.state.codec import MOST_LEVELS
@@ -25,6 +26,7 @@ from unbroken.store.local import LocalStore
 
 METADATA = ".metadata"
 MOST_METADATA_BYTES = 1 << 30
+BUFFER_BYTES = 1 << 20
 _MODULE = "torch.distributed.checkpoint.metadata."
 
 
@@ -36,6 +38,34 @@ class _Stretch:
     begin: int
     length: int
     """Bytes."""
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file as a file of its own: torch reads a tensor from it without another copy of its bytes."""
+
+    def __init__(self, store: LocalStore, place: _Stretch) -> None:
+        self._store = store
+        self._place = place
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._place.length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._place.length - self._at))
+        if count:
+            self._store.read_into(self._place.file, self._place.begin + self._at, view[:count])
+        self._at += count
+        return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +84,9 @@ class _Source:
         try:
             if place.begin + place.length > (self.store.size(place.file) or 0):
                 raise EOFError(f"it ends before byte {place.begin + place.length}")
-            data = bytearray(place.length)
-            self.store.read_into(place.file, place.begin, memoryview(data))
         except (OSError, ValueError, EOFError) as error:
             raise DamagedCheckpoint(f"{place.file[:80]} cannot be read: {error}") from error
-        return load_bytes(data, f"{name} in {place.file}")
+        return load_stream(io.BufferedReader(_Slice(self.store, place), BUFFER_BYTES), f"{name} in {place.file}")
 
     def tensor(self, name: str, offset: tuple[int, ...]) -> Tensor:
         """One chunk of a tensor."""

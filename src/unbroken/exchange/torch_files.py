@@ -6,7 +6,6 @@ numbers, strings and containers of them, and refuses everything else before any 
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,9 +53,9 @@ def load_torch(path: Path) -> Any:
         return _load(file, str(path))
 
 
-def load_bytes(data: bytes | bytearray, what: str) -> Any:
-    """The same of bytes in memory; `what` names them in errors."""
-    return _load(io.BytesIO(data), what)
+def load_stream(stream: BinaryIO, what: str) -> Any:
+    """The same of an open file; `what` names it in errors."""
+    return _load(stream, what)
 
 
 def _load(file: BinaryIO, what: str) -> Any:
