@@ -54,7 +54,7 @@ class LocalStore:
         path = self._path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         _sync_directory(path.parent.parent)
-        _write_new(path, parts)
+        _write_parts(path, parts)
         _sync_directory_or_remove(path)
 
     def publish(self, name: str, data: bytes) -> None:
@@ -166,7 +166,7 @@ class LocalStore:
             # it and not synced its name yet.
             _sync_directory(path.parent.parent)
             try:
-                return _write_new(path, [data])
+                return _write_new(path, data)
             except FileNotFoundError:
                 if attempt == DIRECTORY_ATTEMPTS - 1:
                     raise
@@ -185,8 +185,13 @@ class LocalStore:
                     raise
 
 
-def _write_new(path: Path, parts: Iterable[memoryview | bytes]) -> None:
+def _write_new(path: Path, data: memoryview | bytes) -> None:
     """Create a file whose bytes are durable; its name is not yet."""
+    _write_parts(path, [data])
+
+
+def _write_parts(path: Path, parts: Iterable[memoryview | bytes]) -> None:
+    """The same of bytes that come one after another."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         for data in parts:
@@ -234,7 +239,7 @@ def _link_or_create(temporary: Path, path: Path, data: bytes) -> None:
             raise
         # A file system without hard links. Exclusive creation still lets one publisher win; a cut record is
         # recognised by its digest and does not count as existing.
-        _write_new(path, [data])
+        _write_new(path, data)
 
 
 def _sync_directory_or_remove(path: Path) -> None:
