@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import subprocess
 import sys
@@ -195,6 +196,53 @@ def test_what_torch_saved_is_what_the_objects_would_give(tmp_path):
         }
     Tied(1).load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
+
+
+class Colour(enum.Enum):
+    """A class of the script's own."""
+
+    RED = 1
+
+
+class Box:
+    """Any object with state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Scheduled(torch.optim.SGD):
+    """An optimizer with a state_dict of its own."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "more": 7}
+
+
+def test_what_needs_a_class_of_the_script_is_left_out_and_named(tmp_path):
+    state = {
+        "model": nn.Linear(2, 2),
+        "enum": Box({"colour": Colour.RED}),
+        "plain": Box({"tuple": (1, 2.5), "tensor": torch.arange(3)}),
+        "mean": torch.full((2,), 3.0),
+        "random": torch.Generator(),
+    }
+    state["optimizer"] = Scheduled(state["model"].parameters(), lr=0.1)
+    save(tmp_path / "run", state)
+    contents = opened(tmp_path / "run")
+    made = export_torch(contents, chosen_names(contents, None), tmp_path / "all.pt", nothing)
+    assert sorted(made.left_out) == ["enum holds values of the script's own classes", "random is a generator"]
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert loaded.keys() == {"model", "plain", "mean", "optimizer"}
+    assert loaded["plain"]["tuple"] == (1, 2.5) and raw(loaded["plain"]["tensor"]) == raw(torch.arange(3))
+    assert loaded["mean"].tolist() == [3.0, 3.0]
+    assert loaded["optimizer"]["more"] == 7
+    state["optimizer"].load_state_dict(loaded["optimizer"])
 
 
 def test_two_exports_of_one_checkpoint_have_the_same_bytes(tmp_path, tied):

@@ -388,6 +388,29 @@ def test_a_small_file_cannot_ask_for_a_large_checkpoint(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"state": {}, "param_groups": [{"params": 5}]},
+        {"state": {}, "param_groups": [{"params": [{}]}]},
+        {"state": {9: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]},
+        {"state": {0: 5}, "param_groups": [{"params": [0]}]},
+        {"state": {}, "param_groups": [{"params": ["no.such"]}]},
+        {"param_groups.w.lr": 1, "other": 2},
+    ],
+)
+def test_an_optimizer_of_no_known_form_is_refused(tmp_path, optimizer):
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": optimizer}, tmp_path / "w.pt")
+    refuses(tmp_path, UsageError, "optimizer|known form", lambda: read_torch(tmp_path / "w.pt", Wishes()))
+
+
+def test_a_source_without_end_is_refused(tmp_path):
+    tree = {"w": torch.ones(2)}
+    tree["inner"] = tree
+    torch.save({"model": tree}, tmp_path / "w.pt")
+    refuses(tmp_path, UsageError, "no known form", lambda: read_torch(tmp_path / "w.pt", Wishes()))
+
+
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "w.pt")
 

@@ -71,8 +71,11 @@ class Contents:
     def note_whose(self, names: Iterable[str]) -> None:
         """Remember which of these tensors and values several ranks had as their own, and whose are taken."""
         own = [name for name in names if self._holders(name) > 1]
+        here = {**self.manifest.rank_tensors[self.rank], **self.manifest.values_of(self.rank)}
+        lacking = any(name not in here for name in own)
+        whose = f"rank {self.rank}, or of the first that had them," if lacking else f"rank {self.rank}"
         if own:
-            self.notes.append(f"ranks had their own of {count_and_name(own)}: those of rank {self.rank} are taken")
+            self.notes.append(f"ranks had their own of {count_and_name(own)}: those of {whose} are taken")
 
     def _holders(self, name: str) -> int:
         """How many ranks had a tensor, or an object's values, as their own."""

@@ -19,7 +19,7 @@ import xxhash
 from unbroken import generations
 from unbroken.candidates import first_manifest
 from unbroken.environment import describe_environment
-from unbroken.errors import DamagedCheckpoint, DirectoryProblem, HistoryExists, UsageError
+from unbroken.errors import DamagedCheckpoint, DirectoryProblem, HistoryExists, UnbrokenError, UsageError
 from unbroken.exchange.contents import CHUNK_BYTES
 from unbroken.exchange.dcp_source import load_dcp
 from unbroken.exchange.incoming import IncomingPart, IncomingTensor, with_incoming
@@ -57,15 +57,24 @@ def read_torch(source: Path, wishes: Wishes) -> Registered:
     Raises UsageError if it holds more than tensors and plain values, or nothing that can be imported;
     DamagedCheckpoint if it cannot be read.
     """
-    return register(with_incoming(load_torch(source)), wishes)
+    return _registered(load_torch(source), wishes)
 
 
 def read_dcp(source: Path, wishes: Wishes) -> Registered:
     """The same for a directory of `torch.distributed.checkpoint`. Tensors are not read yet."""
     tree, left_out = load_dcp(source)
-    made = register(with_incoming(tree), wishes)
+    made = _registered(tree, wishes)
     made.notes += [f"left out: {reason}" for reason in left_out]
     return made
+
+
+def _registered(tree: Any, wishes: Wishes) -> Registered:
+    try:
+        return register(with_incoming(tree), wishes)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, UnbrokenError):
+            raise
+        raise UsageError(f"the source has state dicts of no known form: {error!r}") from error
 
 
 def import_checkpoint(run: Path, step: int, registered: Registered, progress: Progress) -> Manifest:

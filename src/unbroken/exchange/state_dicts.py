@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unbroken.errors import UnbrokenError, UsageError
+from unbroken.errors import DamagedCheckpoint, UnbrokenError, UsageError
 from unbroken.exchange.contents import Contents, Progress, nbytes, tensors_of_module
 from unbroken.image.header import dtype_of
 from unbroken.state.captured import Json
 from unbroken.state.codec import TAG, decode
+from unbroken.state.draft import count_and_name
 
 ALIGN_BYTES = 64
 _OF_CLASSES = ("enum", "dataclass", "namedtuple")
 """Values of classes that whoever loads the file may not have."""
+_Builder = Callable[[Contents, str, Mapping[str, Tensor], bool], Any]
 
 
 @dataclass(slots=True)
@@ -105,16 +107,23 @@ def state_dicts(
     for name in names:
         value = contents.saved.values[name]
         build = _BUILDERS.get(value["kind"])
-        if build is None or (build is _object and _has_classes(value["state"])):
-            reason = "needs a class of the script" if build else f"is a {value['kind']}"
-            made.left_out.append(f"{name} {reason}")
-            continue
-        try:
-            made.found[name] = build(contents, name, tensors, by_name)
-        except UnbrokenError as error:
-            made.left_out.append(f"{name}: {error}")
+        if build is None:
+            made.left_out.append(f"{name} is a {value['kind']}")
+        elif build is not _module and _has_classes(value):
+            made.left_out.append(f"{name} holds values of the script's own classes")
+        else:
+            made.found[name] = _built(build, contents, name, tensors, by_name)
     contents.note_whose([*names, *(full for full in tensors if full.partition("/")[0] in made.found)])
     return made
+
+
+def _built(build: _Builder, contents: Contents, name: str, tensors: Mapping[str, Tensor], by_name: bool) -> Any:
+    try:
+        return build(contents, name, tensors, by_name)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, UnbrokenError):
+            raise
+        raise DamagedCheckpoint(f"the values of {name} are not as `unbroken` writes them: {error!r}") from error
 
 
 def _has_classes(value: Json) -> bool:
@@ -129,7 +138,12 @@ def _module(contents: Contents, name: str, tensors: Mapping[str, Tensor], by_nam
     found = tensors_of_module(contents, name)
     state: dict[str, Any] = {fqn: tensors[full] for fqn, full in found.stored.items()}
     state |= {alias: state[kept] for alias, kept in found.aliases.items()}
+    foreign = [fqn for fqn, encoded in found.extra.items() if _has_classes(encoded)]
+    if foreign:
+        contents.notes.append(f"left out: extra state of the script's own classes of {count_and_name(foreign)}")
     for fqn, encoded in found.extra.items():
+        if fqn in foreign:
+            continue
         state[f"{fqn}{'.' if fqn else ''}_extra_state"] = decode(encoded, tensors)
     return state
 
@@ -195,7 +209,7 @@ def _tensor(contents: Contents, name: str, tensors: Mapping[str, Tensor], by_nam
     return tensors[aliased]
 
 
-_BUILDERS = {
+_BUILDERS: dict[str, _Builder] = {
     "module": _module,
     "optimizer": _optimizer,
     "optimizer with its own state_dict": _foreign_optimizer,
