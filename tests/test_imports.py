@@ -21,7 +21,7 @@ LAYERS = [
     {"candidates", "commit", "pieces", "ledger", "directory"},
     {"reading"},
     {"recovery", "writer", "saves", "verification", "comparison"},
-    {"session", "pruning"},
+    {"session", "pruning", "exchange"},
     {"checkpointer"},
     {"integrations", "prove"},
     {"cli"},

@@ -180,3 +180,19 @@ def test_a_record_that_is_too_large_is_not_read(store):
     store.create("file", b"abcdef")
     with pytest.raises(ValueError, match="has 6 bytes"):
         store.read("file", 5)
+
+
+def test_a_file_created_in_parts_is_whole_or_not_there(tmp_path):
+    store = LocalStore(tmp_path / "root")
+    store.create_in_parts("step-1/file", iter([b"one", memoryview(b"two"), b""]))
+    assert (tmp_path / "root/step-1/file").read_bytes() == b"onetwo"
+    with pytest.raises(FileExistsError):
+        store.create_in_parts("step-1/file", [b"other"])
+
+    def parts():
+        yield b"half"
+        raise EOFError("no more")
+
+    with pytest.raises(EOFError, match="no more"):
+        store.create_in_parts("step-1/second", parts())
+    assert store.list("step-1") == ["file"]

@@ -10,22 +10,18 @@ import typer
 from rich.console import Console
 
 from unbroken.cli.output import path_text, print_json, printable, stdout, table_of
-from unbroken.cli.run import Entry, JsonOption, choose, entries, open_run, progress_bar, step_text
+from unbroken.cli.run import ADDRESS, Entry, JsonOption, address, progress_bar, step_text
 from unbroken.comparison import Comparison, Difference, Side, bytes_to_compare, compare
 from unbroken.environment import differences
-from unbroken.errors import UsageError
-from unbroken.manifest import Manifest, parse_step_directory
-from unbroken.retention import MANIFEST_NAME
+from unbroken.manifest import Manifest
 from unbroken.store.local import LocalStore
 
 MOST_VALUE_CHARS = 60
 """A value in the table is cut there; --json shows all of it."""
 
-_HELP = "A run directory, RUN@STEP, RUN/step-STEP, or a manifest in it."
-
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help=_HELP, show_default=False)],
+    a: Annotated[Path, typer.Argument(metavar="A", help=ADDRESS, show_default=False)],
     b: Annotated[Path, typer.Argument(metavar="B", help="The same.", show_default=False)],
     as_json: JsonOption = False,
 ) -> None:
@@ -46,7 +42,7 @@ def diff(
     \b
     Exit codes: 0 equal; 1 they differ, or one is damaged; 2 wrong use.
     """
-    one, other = _open(a), _open(b)
+    one, other = _side(*address(a)), _side(*address(b))
     with progress_bar("comparing", bytes_to_compare(one.manifest)) as advance:
         found = compare(one, other, advance)
     environment = differences(one.manifest.environment, other.manifest.environment)
@@ -56,37 +52,6 @@ def diff(
         _print(found, (one.manifest, other.manifest), environment, stdout())
     if not found.equal:
         raise typer.Exit(1)
-
-
-def _open(path: Path) -> Side:
-    """The checkpoint that a path means. Raises UsageError."""
-    text = str(path)
-    run, at, step = text.rpartition("@")
-    if at and not path.exists():
-        return _side(*_chosen(Path(run), step))
-    path = path.absolute()
-    if MANIFEST_NAME.fullmatch(path.name) and parse_step_directory(path.parent.name):
-        return _of_manifest(path.parent.parent, path.parent.name, path.name)
-    if parse_step_directory(path.name) and any(MANIFEST_NAME.fullmatch(child.name) for child in _children(path)):
-        return _side(*_chosen(path.parent, path.name.removeprefix("step-")))
-    return _side(*_chosen(Path(text), None))
-
-
-def _children(path: Path) -> list[Path]:
-    return list(path.iterdir()) if path.is_dir() else []
-
-
-def _chosen(run: Path, step: str | None) -> tuple[LocalStore, Entry]:
-    store = open_run(run)
-    return store, choose(store, step)
-
-
-def _of_manifest(run: Path, directory: str, name: str) -> Side:
-    store = open_run(run)
-    for entry in entries(store)[1]:
-        if (entry.directory, entry.name) == (directory, name) and entry.manifest is not None:
-            return _side(store, entry)
-    raise UsageError(f"{run / directory / name} is no manifest that can be used; see `unbroken verify {run}`")
 
 
 def _side(store: LocalStore, entry: Entry) -> Side:

@@ -14,6 +14,8 @@ from typing import Annotated
 import typer
 
 from unbroken.cli.diff import diff
+from unbroken.cli.export import export
+from unbroken.cli.import_ import import_
 from unbroken.cli.ls import ls
 from unbroken.cli.output import leave_closed_pipe, printable
 from unbroken.cli.prove import prove
@@ -32,8 +34,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, verify, diff, prune, rollback, prove):
+for command in (ls, show, verify, diff, prune, rollback, export, prove):
     app.command()(command)
+app.command("import")(import_)
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,10 +12,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from unbroken.errors import UsageError
+
 NARROWEST = 60
 """Columns. A narrower terminal breaks our lines; a table squeezed into it would lose its text."""
 CLOSED_PIPE = 141
 """Exit code if the reader of our output went away (`| head`): what a shell says of a process that SIGPIPE ended."""
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(?:([kmgt])(i)?)?b?", re.IGNORECASE)
+_UNITS = "kmgt"
 
 
 class _Console(Console):
@@ -71,6 +76,16 @@ def printable(text: str) -> str:
 def path_text(path: Path) -> str:
     """A path for people and for JSON; bytes in it that are no UTF-8 are spelled out."""
     return printable(str(path))
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `500 MB`, `2GiB` or a plain number; GB are powers of 1000, GiB of 1024. Raises UsageError."""
+    match = _SIZE.fullmatch(text.strip())
+    power = _UNITS.index(match[2].lower()) + 1 if match and match[2] else 0
+    count = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
+    if count < 1:
+        raise UsageError(f"{text!r} is no size: give a number of bytes, or one with kB, MB, GB, TB, or MiB and so on")
+    return count
 
 
 def size_text(count: int) -> str:

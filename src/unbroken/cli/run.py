@@ -22,6 +22,8 @@ from unbroken.verification import Progress as Advance
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ADDRESS = "A run directory, RUN@STEP, RUN/step-STEP, or a manifest in it."
+"""Help of an argument that `address` resolves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,37 @@ def choose(store: LocalStore, step: str | None, generation: int | None = None) -
         numbers = ", ".join(str(entry.manifest.generation) for entry in named if entry.manifest)
         raise UsageError(f"step {step} was saved by generations {numbers}, all abandoned: give --generation")
     return (on_lineage or named)[0]
+
+
+def address(path: Path) -> tuple[LocalStore, Entry]:
+    """The checkpoint that a path means, see ADDRESS; of a run the newest restorable one. Raises UsageError."""
+    text = str(path)
+    run, at, step = text.rpartition("@")
+    if at and not path.exists():
+        return _chosen(Path(run), step)
+    path = path.absolute()
+    if MANIFEST_NAME.fullmatch(path.name) and parse_step_directory(path.parent.name):
+        return _of_manifest(path.parent.parent, path.parent.name, path.name)
+    if parse_step_directory(path.name) and any(MANIFEST_NAME.fullmatch(child.name) for child in _children(path)):
+        return _chosen(path.parent, path.name.removeprefix("step-"))
+    return _chosen(Path(text), None)
+
+
+def _children(path: Path) -> list[Path]:
+    return list(path.iterdir()) if path.is_dir() else []
+
+
+def _chosen(run: Path, step: str | None) -> tuple[LocalStore, Entry]:
+    store = open_run(run)
+    return store, choose(store, step)
+
+
+def _of_manifest(run: Path, directory: str, name: str) -> tuple[LocalStore, Entry]:
+    store = open_run(run)
+    for entry in entries(store)[1]:
+        if (entry.directory, entry.name) == (directory, name) and entry.manifest is not None:
+            return store, entry
+    raise UsageError(f"{run / directory / name} is no manifest that can be used; see `unbroken verify {run}`")
 
 
 def choose_any(store: LocalStore, step: str) -> None:

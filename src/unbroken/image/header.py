@@ -8,7 +8,7 @@ size: each is aligned to its element without padding (DESIGN section 5).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,13 +50,17 @@ class Entry:
     """One past the last byte."""
 
 
-def build_header(entries: Sequence[Entry], data_begin: int) -> bytes:
+FILE_METADATA = {"format": "pt"}
+"""What a header says of the file as a whole: Hugging Face's loaders ask for the framework."""
+
+
+def build_header(entries: Sequence[Entry], data_begin: int, metadata: Mapping[str, str] = FILE_METADATA) -> bytes:
     """The header's bytes, exactly `data_begin` of them. `entries` in the order of their bytes.
 
     A dtype that safetensors lacks (complex, say) is written as bytes, with one more dimension for an element's bytes;
     the manifest says what it is.
     """
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    described: dict[str, object] = {"__metadata__": dict(metadata)}
     for entry in entries:
         name, shape = stored_form(entry.dtype, entry.shape)
         described[entry.name] = {
@@ -71,13 +75,14 @@ def build_header(entries: Sequence[Entry], data_begin: int) -> bytes:
     return room.to_bytes(LENGTH_BYTES, "little") + text.ljust(room, b" ")
 
 
-def header_room(names_and_dims: Sequence[tuple[str, int]]) -> int:
+def header_room(names_and_dims: Sequence[tuple[str, int]], metadata: Mapping[str, str] = FILE_METADATA) -> int:
     """Bytes to keep free for the header of tensors with these names and numbers of dimensions: a multiple of a page.
 
     An upper bound, so that offsets can be fixed before the text is written.
     """
     digits = 20
-    text = 64 + sum(len(json.dumps(name)) * 4 + 64 + digits * (dims + 3) for name, dims in names_and_dims)
+    text = 64 + 4 * len(json.dumps(dict(metadata)))
+    text += sum(len(json.dumps(name)) * 4 + 64 + digits * (dims + 3) for name, dims in names_and_dims)
     return -(-(LENGTH_BYTES + text) // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -7,12 +7,12 @@ What stands in the arena after the copy *is* the file: nothing is serialised aft
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from unbroken.image.header import Entry, build_header, header_room
+from unbroken.image.header import FILE_METADATA, Entry, build_header, header_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,19 @@ class ImageLayout:
     """Bytes of the whole file."""
 
 
-def lay_out(specs: Sequence[TensorSpec]) -> ImageLayout:
-    """Place tensors one after another, larger elements first, ties by name: the same specs give the same bytes."""
-    begin = header_room([(spec.name, len(spec.shape)) for spec in specs])
+def lay_out(specs: Sequence[TensorSpec], metadata: Mapping[str, str] = FILE_METADATA) -> ImageLayout:
+    """Place tensors one after another, larger elements first, ties by name: the same specs give the same bytes.
+
+    metadata  what the header says of the file as a whole
+    """
+    begin = header_room([(spec.name, len(spec.shape)) for spec in specs], metadata)
     data_begin = begin
     entries = []
     for spec in sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name)):
         end = begin + spec.dtype.itemsize * torch.Size(spec.shape).numel()
         entries.append(Entry(spec.name, spec.dtype, spec.shape, begin, end))
         begin = end
-    return ImageLayout(tuple(entries), build_header(entries, data_begin), begin)
+    return ImageLayout(tuple(entries), build_header(entries, data_begin, metadata), begin)
 
 
 class Arena:

@@ -43,7 +43,7 @@ class State:
         Raises UsageError for a name or an object that cannot be registered.
         """
         for name, value in objects.items():
-            _check_name(name)
+            check_name(name)
             _check_object(name, value)
         self._objects = dict(objects)
         self._orders: dict[str, list[buckets.BucketOrder]] = {}
@@ -221,7 +221,8 @@ class State:
         return {name: value for name, value in self._objects.items() if isinstance(value, types)}
 
 
-def _check_name(name: object) -> None:
+def check_name(name: object) -> None:
+    """Raise UsageError for what cannot be a registered name."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise UsageError(f"{name!r} cannot name a part of the state: use letters, digits and any of _ . -")
     if name in _RESERVED:

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from unbroken import faultpoints
@@ -44,6 +44,17 @@ class LocalStore:
         """
         path = self._path(name)
         self._write_in_directory(path, data)
+        _sync_directory_or_remove(path)
+
+    def create_in_parts(self, name: str, parts: Iterable[memoryview | bytes]) -> None:
+        """The same for a file that need not fit into memory: `parts` are written one after another, as they come.
+
+        What `parts` raises comes out, and leaves no file either.
+        """
+        path = self._path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _sync_directory(path.parent.parent)
+        _write_parts(path, parts)
         _sync_directory_or_remove(path)
 
     def publish(self, name: str, data: bytes) -> None:
@@ -176,11 +187,17 @@ class LocalStore:
 
 def _write_new(path: Path, data: memoryview | bytes) -> None:
     """Create a file whose bytes are durable; its name is not yet."""
+    _write_parts(path, [data])
+
+
+def _write_parts(path: Path, parts: Iterable[memoryview | bytes]) -> None:
+    """The same of bytes that come one after another."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        if faultpoints.armed is not None:
-            data = _write_half(fd, path, memoryview(data))
-        _write_all(fd, memoryview(data))
+        for data in parts:
+            if faultpoints.armed is not None:
+                data = _write_half(fd, path, memoryview(data))
+            _write_all(fd, memoryview(data))
         # Invariant 1: the file's bytes are durable before anything refers to them.
         os.fsync(fd)
     except BaseException:
