@@ -64,7 +64,7 @@ class Contents:
         record = self.record(name)
         most = max(CHUNK_BYTES // dtype_of(record.dtype).itemsize, 1)
         for box in stretches(tuple(record.shape), most):
-            data = self.side.read(record, box).data.cast("B")
+            data = self.side.read(name, record, box).data.cast("B")
             yield data
             progress(len(data))
 
