@@ -46,9 +46,12 @@ def kill_again_and_again(path: Path, environment: dict[str, str], moments: rando
             server.stdin.flush()
             pid, step = map(int, server.stdout.readline().split())
             assert step >= reached, f"restored step {step} after step {reached} had been committed"
-            time.sleep(moments.uniform(0.0, 0.3))  # the random moment, not a wait; the first save takes half of it
+            for _ in range(moments.randint(0, 5)):
+                server.stdout.readline()  # a step is done, and its save under way
+            time.sleep(moments.uniform(0.0, 0.03))  # the random moment, not a wait
             os.kill(pid, signal.SIGKILL)
-            server.stdout.readline()
+            while server.stdout.readline() != "gone\n":
+                pass
             reached = newest_step(path)
     finally:
         server.stdin.close()
@@ -83,8 +86,9 @@ for line in sys.stdin:
             for tensor in objects.values():
                 tensor.fill_(ckpt.global_step + 1)
             ckpt.step()
+            print(ckpt.global_step, flush=True)
     os.waitpid(pid, 0)
-    print("gone", flush=True)
+    print("\\ngone", flush=True)
 """
 
 

@@ -38,7 +38,8 @@ def show(
     Only the manifest is read: numbers inside tensors are neither shown nor checked. --json prints all of it.
 
     \b
-    Exit codes: 0 good; 1 it is damaged; 2 wrong use, or there is no such checkpoint.
+    Exit codes: 0 good; 1 it is damaged; 2 wrong use, or there is no such
+    checkpoint.
     """
     manifest = choose(open_run(run), step, generation).manifest
     assert manifest is not None, "choose takes none without"
