@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from unbroken.errors import DamagedCheckpoint, NewerFormat
 from unbroken.manifest import (
+    CutsRecord,
     FileRecord,
     Manifest,
+    MeshRecord,
     Origin,
     PieceRecord,
     TensorRecord,
@@ -99,11 +101,45 @@ BAD = {
 }
 
 
+def cut(order=((0, 0),), mesh=0, shape=(2, 3), pieces=()):
+    """A tensor that is described by its cuts."""
+    return {"w": TensorRecord("float32", list(shape), list(pieces), CutsRecord(mesh, list(order)))}
+
+
+MESH = MeshRecord([2], [(0, 1)])
+BAD |= {
+    "cut by no mesh": {"meshes": [MESH], "tensors": cut(mesh=1)},
+    "cut by a negative mesh": {"meshes": [MESH], "tensors": cut(mesh=-1)},
+    "cut and pieces besides": {"meshes": [MESH], "tensors": cut(pieces=[PieceRecord(0, 4096, 4120)])},
+    "cut along no dimension": {"meshes": [MESH], "tensors": cut(order=[(0, 2)])},
+    "cut by no dimension of the mesh": {"meshes": [MESH], "tensors": cut(order=[(1, 0)])},
+    "cut twice by one dimension": {"meshes": [MESH], "tensors": cut(order=[(0, 0), (0, 1)])},
+    "replicas among cuts": {"meshes": [MESH], "tensors": cut(order=[])},
+    "a cut tensor of one rank": {"meshes": [MESH], "rank_tensors": [cut(), {}]},
+    "a rank twice in a mesh": {"meshes": [MeshRecord([2], [(0, 0), (0, 0)])], "tensors": cut()},
+    "a mesh of ranks that are none": {"meshes": [MeshRecord([2], [(1, 2)])], "tensors": cut()},
+    "a mesh backwards": {"meshes": [MeshRecord([2], [(1, 0)])], "tensors": cut()},
+    "a mesh of another size": {"meshes": [MeshRecord([2], [(0, 0)])], "tensors": cut()},
+    "a huge mesh": {"meshes": [MeshRecord([2**40, 2**40], [(0, 2**62)])], "tensors": cut()},
+    "a mesh with a negative length": {"meshes": [MeshRecord([-1, -2], [(0, 1)])], "tensors": cut()},
+}
+
+
 @pytest.mark.parametrize("what", BAD)
 def test_a_manifest_that_no_save_writes_is_refused(what):
     data = encode(example(**BAD[what]))
     with pytest.raises(DamagedCheckpoint, match="cannot be used"):
         decode(data, "manifest")
+
+
+def test_a_manifest_with_cuts_comes_back_in_version_2_and_no_other_version():
+    described = example(meshes=[MESH], tensors=cut())
+    data = encode(described)
+    assert decode(data, "manifest") == described and b'"version":2' in data
+    for body, version in ((encode(example()), b"2"), (data, b"1")):
+        other = body.replace(b'"version":1' if version == b"2" else b'"version":2', b'"version":' + version, 1)
+        with pytest.raises(DamagedCheckpoint):
+            decode(other, "manifest")
 
 
 def test_wrong_types_and_deep_nesting_are_refused():

@@ -4,12 +4,19 @@ import json
 import shutil
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 import independent_reader
 import unbroken
 from sharded.models import make_job
 from unbroken import snapshot
+from unbroken.candidates import candidates
+from unbroken.errors import DamagedCheckpoint
+from unbroken.image.digest import digest_blocks
+from unbroken.layout.boxes import whole
+from unbroken.manifest import FileRecord
+from unbroken.pieces import Pieces
 from unbroken.store.local import LocalStore
 from unbroken.verification import verify_run
 
@@ -115,3 +122,33 @@ def test_verify_finds_nothing_wrong_and_a_damaged_byte_of_any_part_of_a_file(sav
         file.write_bytes(data)
         report = verify_run(LocalStore(copy), lambda _: None)
         assert report.faults and report.restores is None, source
+
+
+def test_headers_that_lie_are_damage(saved, tmp_path):
+    """A tensor that is cut is found by the header of a file: it may lie about place, length and name."""
+    directory, _ = saved[Source("fsdp2", 4, most_pieces=1)]
+    store = LocalStore(directory)
+    manifest = next(candidates(store, None)).manifest
+    lies = {
+        "outside of it": lambda entry, begin: {"data_offsets": [begin, 1 << 40]},
+        "bytes of": lambda entry, begin: {"data_offsets": [begin, begin + 4]},
+        "no safetensors header": lambda entry, begin: {"data_offsets": "none"},
+    }
+    for text, lie in lies.items():
+        copy = shutil.copytree(directory, tmp_path / text.replace(" ", "-"))
+        path = copy / "step-2" / manifest.files[1].name
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        name = next(name for name in header if name.startswith("model/up.weight["))
+        header[name] |= lie(header[name], header[name]["data_offsets"][0])
+        changed = data[:8] + json.dumps(header).encode().ljust(length) + data[8 + length :]
+        path.write_bytes(changed)
+        block_bytes = manifest.files[1].block_bytes
+        blocks = "".join(digest_blocks(memoryview(changed), block_bytes))
+        files = list(manifest.files)
+        files[1] = FileRecord(files[1].name, len(changed), block_bytes, blocks)
+        pieces = Pieces(LocalStore(copy), "step-2", msgspec.structs.replace(manifest, files=files))
+        record = manifest.tensors["model/up.weight"]
+        with pytest.raises(DamagedCheckpoint, match=text):
+            list(pieces.overlapping("model/up.weight", record, whole(tuple(record.shape))))
