@@ -1,0 +1,74 @@
+"""B124: each rank read all optimizer shards, memory times ranks. B125: the full checkpoint was copied in each process.
+B127: memory doubled at load. B126: all ranks loaded onto one device.
+
+Right: a save holds one copy of the rank's own part for each save in flight; a restore reads into the live tensors, in
+stretches of at most 64 MiB; no rank ever holds the whole. Also when another number of ranks restores.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import unbroken
+from unbroken.reading import READ_BYTES
+
+MODULE = "cases.test_b124_memory_at_load"
+LAYERS, WIDTH = 6, 3584
+WHOLE = LAYERS * WIDTH * WIDTH * 4
+"""About 300 MB."""
+SLACK = 24 << 20
+
+
+def memory(field: str) -> int:
+    """A line of /proc/self/status in bytes: VmRSS, or VmHWM, its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def peak_of(work) -> int:
+    """How many bytes `work` takes at its peak beside what is there already."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory("VmRSS")
+    work()
+    return memory("VmHWM") - before
+
+
+def make(value):
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    for layer in model:
+        nn.init.constant_(layer.weight, value)
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def save_and_restore(rank, world_size, directory, saves):
+    """The peaks of a save and of a restore, in bytes; what a rank's part is."""
+    model = make(1.5 if saves else 0.0)
+    part = sum(p.to_local().nbytes for p in model.parameters())
+    with unbroken.Checkpointer(directory, {"model": model}, on_error="raise") as ckpt:
+        if not saves:
+            peak = peak_of(ckpt.restore)
+            assert all(bool((p.to_local() == 1.5).all()) for p in model.parameters())
+            assert all(p.to_local().device.type == "cpu" for p in model.parameters())
+            return part, peak
+
+        def save():
+            ckpt.step()
+            ckpt.save()
+            ckpt.wait()
+
+        return part, peak_of(save)
+
+
+def test_no_rank_holds_more_than_its_own_part(ranks, tmp_path):
+    for part, peak in ranks.run_all_well(f"{MODULE}:save_and_restore", 4, str(tmp_path), True):
+        assert part <= peak <= part + SLACK, "one arena, which holds the rank's part"
+    for world_size in (4, 2):
+        for part, peak in ranks.run_all_well(f"{MODULE}:save_and_restore", world_size, str(tmp_path), False):
+            assert peak <= READ_BYTES + SLACK < WHOLE // 2, "one stretch at a time, beside the live tensors"
+            assert part < WHOLE
