@@ -53,6 +53,7 @@ def tell(title: str, report: Report) -> None:
         print(f"{title}: {kind}: {len(steps)} struck, steps lost {steps}, {'PASS' if report.passed else 'FAIL'}")
 
 
+@pytest.mark.slow  # its short twins are tests/cases/test_b001_… on four ranks and test_sharded_examples.py
 def test_an_example_on_four_ranks_that_lost_one_is_not_changed(tmp_path):
     report = run(tmp_path, "ddp", nodes=1, nproc=4, kinds=("rank",), trials=1, steps=24, every=5, seed=4)
     assert_clean(report, every=5)
