@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ LAYOUTS = [
     ("pipeline", 2),
     ("pipeline", 4),
 ]
+NOT_CLIPPED = ("tensor_parallel", "pipeline")
+"""Gradients lie on several meshes there, so these examples leave them as they are."""
 EVERY = 5
 TOLERANCE = 1e-4
 """Of a loss on another number of ranks: the same numbers are added up in another order."""
@@ -57,14 +60,14 @@ def start_over_from(directory: Path, step: int, copy: Path) -> Path:
 
 
 def steps_of(ledger: Path) -> dict[int, tuple[list[int], float]]:
-    """By step: all samples of all ranks, and the mean of the losses."""
+    """By step: all samples of all ranks, and the mean of the losses of those that have one."""
     lines: dict[int, list] = {}
     for (step, _), found in sorted(read_ledger(ledger).items()):
         lines.setdefault(step, []).append(found[0])
     return {
         step: (
             sorted(sample for line in found for sample in line.samples),
-            sum(float.fromhex(line.loss) for line in found) / len(found),
+            statistics.mean(float.fromhex(line.loss) for line in found if line.loss is not None),
         )
         for step, found in lines.items()
     }
@@ -91,26 +94,34 @@ def test_kills_change_nothing(tmp_path, layout, nproc):
     assert_clean(report, EVERY)
 
 
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
-    """Run directory and ledger of a run with FSDP2 on four ranks, to its end."""
+@pytest.fixture(scope="module", params=["fsdp2", "tensor_parallel"])
+def whole_run(request, tmp_path_factory):
+    """An example on four ranks, to its end: its name, and where its run directory and its ledger are."""
     directory = tmp_path_factory.mktemp("whole")
-    run("fsdp2", 4, directory / "run", 20, directory / "ledger")
-    return directory
+    run(request.param, 4, directory / "run", 20, directory / "ledger")
+    return request.param, directory
+
+
+def readers_in(layout: str) -> int:
+    """How many ranks read the same samples."""
+    return 2 if layout in NOT_CLIPPED else 1
 
 
 @pytest.mark.slow  # its short twin is tests/sharded/test_layouts.py
-@pytest.mark.parametrize(
-    ("layout", "nproc"), [("fsdp2", 2), ("fsdp2 --replicas 2", 4), ("fsdp1", 4), ("fsdp1", 2), ("fsdp2", 1)]
-)
+@pytest.mark.parametrize(("layout", "nproc"), [*LAYOUTS, ("fsdp2", 1)])
 def test_a_run_goes_on_in_another_size_or_layout_with_the_same_samples_and_losses(tmp_path, whole_run, layout, nproc):
-    directory = start_over_from(whole_run / "run", 10, tmp_path / "run")
+    first, whole = whole_run
+    if (first in NOT_CLIPPED) != (layout in NOT_CLIPPED):
+        pytest.skip("one of the two clips gradients, and trains otherwise")
+    directory = start_over_from(whole / "run", 10, tmp_path / "run")
     assert "restored step 10 " in run(layout, nproc, directory, 20, tmp_path / "ledger")
-    expected, found = steps_of(whole_run / "ledger"), steps_of(tmp_path / "ledger")
+    expected, found = steps_of(whole / "ledger"), steps_of(tmp_path / "ledger")
     assert list(found) == list(range(11, 21))
     for step, (samples, loss) in found.items():
-        assert samples == expected[step][0]
+        assert sorted(samples * readers_in(first)) == sorted(expected[step][0] * readers_in(layout))
         assert loss == pytest.approx(expected[step][1], abs=TOLERANCE), step
+    largest = max(abs(loss - expected[step][1]) for step, (_, loss) in found.items())
+    print(f"{first} on 4 -> {layout} on {nproc}: losses of 10 steps differ by at most {largest:.1e}")
 
 
 @pytest.mark.slow  # its short twin is tests/sharded/test_layouts.py
