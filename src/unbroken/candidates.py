@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,6 +179,8 @@ class Saved:
     contested: dict[str, list[tuple[int, TensorRecord]]]
     """Tensors that several ranks had as their own, with those ranks: which is meant cannot be told unless they are
     equal."""
+    own: frozenset[str] = frozenset()
+    """Those of the tensors that were stored as a rank's own."""
 
 
 def saved_for(manifest: Manifest, rank: int, world_size: int) -> Saved:
@@ -206,7 +208,7 @@ def saved_for(manifest: Manifest, rank: int, world_size: int) -> Saved:
     for name, held in holders.items():
         records.setdefault(name, held[0][1])
     contested = {name: held for name, held in holders.items() if len(held) > 1 and name not in broadcast}
-    return Saved(records, values, contested)
+    return Saved(records, values, contested, frozenset(records.keys() - manifest.tensors.keys()))
 
 
 def _values_for(manifest: Manifest, part: int) -> dict[str, Any]:
@@ -220,6 +222,8 @@ def _values_for(manifest: Manifest, part: int) -> dict[str, Any]:
     return values
 
 
-def saved_tensors(records: Mapping[str, TensorRecord]) -> dict[str, SavedTensor]:
-    """The same as the live state wants to know it."""
-    return {name: SavedTensor(dtype_of(record.dtype), tuple(record.shape)) for name, record in records.items()}
+def saved_tensors(records: Mapping[str, TensorRecord], own: Collection[str] = ()) -> dict[str, SavedTensor]:
+    """The same as the live state wants to know it; `own` are those that a rank stored as its own."""
+    return {
+        name: SavedTensor(dtype_of(record.dtype), tuple(record.shape), name in own) for name, record in records.items()
+    }

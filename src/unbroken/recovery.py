@@ -154,7 +154,9 @@ def _try(
     saved = saved_for(manifest, rank, channel.world_size)
     restoration = channel.agree(
         f"{phase}/fits",
-        lambda: state.prepare(saved_tensors(saved.records), saved.values, strict=strict, seed=_seed_of(manifest, rank)),
+        lambda: state.prepare(
+            saved_tensors(saved.records, saved.own), saved.values, strict=strict, seed=_seed_of(manifest, rank)
+        ),
         deadlines_s[0],
     )
     _refuse_leftovers(channel, phase, restoration, deadlines_s[0], strict)

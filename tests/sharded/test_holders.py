@@ -167,3 +167,36 @@ def test_a_damaged_piece_is_found_by_those_that_need_it_and_all_fall_back(ranks,
         for step, skipped, content in ranks.run_all_well(f"{MODULE}:restore_one", world_size, str(copy), other):
             assert step == 1 and content == contents[0]
             assert len(skipped) == 1 and file.name in skipped[0], skipped
+
+
+class Signs(torch.optim.Optimizer):
+    """Keeps a plain tensor of the whole shape beside each shard, another one on each rank."""
+
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            if "signs" not in state:
+                generator = torch.Generator().manual_seed(dist.get_rank())
+                state["signs"] = torch.rand(parameter.shape, generator=generator)
+            state["signs"].mul_(0.9)
+
+
+def keep_signs(rank, world_size, directory, again):
+    model = make_job("fsdp2", seed=1).model
+    optimizer = Signs(model.parameters(), {})
+    with unbroken.Checkpointer(directory, {"model": model, "optimizer": optimizer}, on_error="raise") as ckpt:
+        if again:
+            ckpt.restore()
+        else:
+            optimizer.step()
+            ckpt.step()
+            ckpt.save()
+    return [(type(s["signs"]).__name__, raw(s["signs"])) for s in optimizer.state.values()]
+
+
+def test_a_plain_tensor_beside_a_shard_stays_plain_and_each_ranks_own(ranks, tmp_path):
+    saved = ranks.run_all_well(f"{MODULE}:keep_signs", 4, str(tmp_path), False)
+    assert ranks.run_all_well(f"{MODULE}:keep_signs", 4, str(tmp_path), True) == saved
+    assert {kind for kind, _ in saved[0]} == {"Tensor"} and saved[0] != saved[1]
+    for result in ranks.run(f"{MODULE}:keep_signs", 2, str(tmp_path), True):
+        assert isinstance(result, Raised) and "did not have the same values" in result.text

@@ -42,6 +42,8 @@ class SavedTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    own: bool = False
+    """True if it was stored as one rank's own: whole as it lay there, and no part of anything."""
 
 
 @dataclass(slots=True)

@@ -134,15 +134,16 @@ def _target(saved: SavedTensor, where: str, owner: Owner, live: object, shared: 
     parameter = owner.parameter
     device = parameter.device if where == WITH_PARAMETER else device_of_kind(where)
     shape = tuple(saved.shape)
-    if isinstance(owner.spread, Stretch) and shape == owner.spread.shape:
+    if isinstance(owner.spread, Stretch) and shape == owner.spread.shape and not saved.own:
         shape = tuple(parameter.shape)
     if (
         isinstance(live, Tensor)
         and reason_not_storable(live) is None
+        and not (saved.own and is_dtensor(live))
         and (live.dtype, tuple(live.shape), live.device.type) == (saved.dtype, shape, device.type)
         and not shared.is_claimed(live)
     ):
         return live
-    if not shape and is_dtensor(parameter):  # a counter, even beside a scalar parameter
-        return torch.empty((), dtype=saved.dtype, device=device)
+    if is_dtensor(parameter) and (saved.own or not shape):  # a rank's own was plain; a counter is, beside a scalar too
+        return torch.empty(shape, dtype=saved.dtype, device=device)
     return fresh_like(parameter, saved.dtype, shape, torch.device(device))
