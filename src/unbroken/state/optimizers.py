@@ -44,7 +44,8 @@ def capture_optimizer(captured: Captured, name: str, optimizer: Optimizer, param
         )
         for members in owners
         for owner in members
-        if owner.parameter in optimizer.state
+        # Some make their state at once (Adagrad): beside nothing, it counts nothing, and is of no rank's part.
+        if owner.parameter in optimizer.state and holds_any(owner)
     }
     captured.values[name] = {"kind": KIND, "groups": groups, "state": state}
 
