@@ -16,6 +16,7 @@ from unbroken.generations import Generation, read_newest
 from unbroken.image.header import dtype_of
 from unbroken.manifest import MANIFEST, MOST_BYTES, FileRecord, Manifest, TensorRecord, decode, parse_step_directory
 from unbroken.retention import MANIFEST_NAME
+from unbroken.state import rng
 from unbroken.state.captured import SavedTensor
 from unbroken.state.merging import MERGED, merge
 from unbroken.store.local import LocalStore
@@ -179,6 +180,8 @@ class Saved:
     contested: dict[str, list[tuple[int, TensorRecord]]]
     """Tensors that several ranks had as their own, with those ranks: which is meant cannot be told unless they are
     equal."""
+    borrowed: list[str]
+    """Registered names of which this rank, being new, has what rank 0 kept for itself."""
     own: frozenset[str] = frozenset()
     """Those of the tensors that were stored as a rank's own."""
 
@@ -208,7 +211,20 @@ def saved_for(manifest: Manifest, rank: int, world_size: int) -> Saved:
     for name, held in holders.items():
         records.setdefault(name, held[0][1])
     contested = {name: held for name, held in holders.items() if len(held) > 1 and name not in broadcast}
-    return Saved(records, values, contested, frozenset(records.keys() - manifest.tensors.keys()))
+    borrowed = _own_values(manifest, part, values) if part != rank else []
+    return Saved(records, values, contested, borrowed, frozenset(records.keys() - manifest.tensors.keys()))
+
+
+def _own_values(manifest: Manifest, part: int, values: Mapping[str, Any]) -> list[str]:
+    """Registered names of which ranks need not have had the same: their values differ, or each stored tensors.
+
+    Generators always: a single process stores its own as everybody's, and ranks would draw the same.
+    """
+    own = {name.partition("/")[0] for name in manifest.rank_tensors[part]}
+    others = [name for name, value in sorted(values.items()) if value.get("kind") not in MERGED]
+    return [
+        name for name in others if name in own or len(manifest.values[name]) > 1 or values[name].get("kind") == rng.KIND
+    ]
 
 
 def _values_for(manifest: Manifest, part: int) -> dict[str, Any]:

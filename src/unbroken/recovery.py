@@ -25,7 +25,7 @@ from unbroken.manifest import MOST_BYTES, Manifest, decode
 from unbroken.reading import read_tensors, targets_of
 from unbroken.snapshot import as_bytes
 from unbroken.state.captured import Restoration
-from unbroken.state.draft import only_saved
+from unbroken.state.draft import count_and_name, only_saved
 from unbroken.state.registry import State
 from unbroken.store.local import LocalStore
 
@@ -160,6 +160,11 @@ def _try(
         deadlines_s[0],
     )
     _refuse_leftovers(channel, phase, restoration, deadlines_s[0], strict)
+    if saved.borrowed:  # invariant 9
+        restoration.warnings.append(
+            f"the checkpoint has nothing of this rank's own; it takes rank 0's {count_and_name(saved.borrowed)}: "
+            "seed a generator anew if ranks must not draw the same numbers"
+        )
     faultpoints.reach("announced")
     own = ""
     targets = {
