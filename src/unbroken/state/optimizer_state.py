@@ -113,7 +113,7 @@ class StateRestore:
             name = f"{path}/{key}"
             saved = draft.saved(name)
             if saved is not None:
-                target = _target(saved, where, owner, live.get(key), shared)
+                target = _target(key, saved, where, owner, live.get(key), shared)
                 draft.fill(name, local_of(target), _spread_of(target, owner))
                 shared.claim(name, target)
         self._value = value
@@ -130,7 +130,7 @@ class StateRestore:
         return {**own, **rest}
 
 
-def _target(saved: SavedTensor, where: str, owner: Owner, live: object, shared: Shared) -> Tensor:
+def _target(key: str, saved: SavedTensor, where: str, owner: Owner, live: object, shared: Shared) -> Tensor:
     parameter = owner.parameter
     device = parameter.device if where == WITH_PARAMETER else device_of_kind(where)
     shape = tuple(saved.shape)
@@ -144,6 +144,7 @@ def _target(saved: SavedTensor, where: str, owner: Owner, live: object, shared: 
         and not shared.is_claimed(live)
     ):
         return live
-    if is_dtensor(parameter) and (saved.own or not shape):  # a rank's own was plain; a counter is, beside a scalar too
+    # What was a rank's own was plain; a counter is, also beside a parameter that is a scalar itself.
+    if is_dtensor(parameter) and (saved.own or (not shape and key == "step")):
         return torch.empty(shape, dtype=saved.dtype, device=device)
     return fresh_like(parameter, saved.dtype, shape, torch.device(device))
