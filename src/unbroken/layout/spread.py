@@ -67,6 +67,17 @@ class Mesh:
         return self.ranks[place]
 
     @cached_property
+    def ascends(self) -> bool:
+        """True if the ranks ascend along each dimension."""
+        strides = [math.prod(self.shape[at + 1 :]) for at in range(len(self.shape))]
+        return all(
+            rank < self.ranks[place + stride]
+            for stride, length in zip(strides, self.shape, strict=True)
+            for place, rank in enumerate(self.ranks)
+            if place // stride % length < length - 1
+        )
+
+    @cached_property
     def _slices(self) -> dict[tuple[object, ...], Mesh]:
         return {}
 

@@ -43,18 +43,12 @@ def reason_not_spread(tensor: Tensor) -> str | None:
     coordinate = tensor.device_mesh.get_coordinate()  # type: ignore[attr-defined]
     if coordinate is None:
         return "a DTensor of a mesh that this rank is not in"
-    if not _is_ascending(cuts.mesh):
+    if not cuts.mesh.ascends:
         # FSDP2 cuts by the rank in its process group, which is sorted; DTensor itself by the place in the mesh.
         return f"a DTensor of a mesh whose ranks do not ascend ({list(cuts.mesh.ranks[:8])}), which FSDP cuts otherwise"
     expected = cuts.boxes_of(dist.get_rank())[0].shape
     held = tuple(local_of(tensor).shape)
     return None if held == expected else f"a DTensor with a shard of {list(held)} where {list(expected)} belongs"
-
-
-def _is_ascending(mesh: Mesh) -> bool:
-    """True if the ranks ascend along each dimension of a mesh."""
-    ranks = torch.tensor(mesh.ranks).view(mesh.shape)
-    return all(bool((ranks.diff(dim=dimension) > 0).all()) for dimension in range(ranks.dim()))
 
 
 def spread_of(tensor: Tensor) -> Spread | None:
