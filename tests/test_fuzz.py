@@ -18,7 +18,8 @@ from unbroken.errors import UnbrokenError
 from unbroken.store.local import LocalStore
 from unbroken.verification import Report, verify_run
 
-TRIES = 1000
+TRIES = range(250)
+ALL_TRIES = range(1000)
 FAULTS = (1, 1, 1, 2, 3, 40)
 """Files that are damaged in one try, at most; the largest leaves hardly anything whole."""
 
@@ -101,12 +102,13 @@ def test_the_undamaged_run_has_no_fault_and_restores_its_newest(run):
     assert held == saved[3, 5]
 
 
-def test_a_thousand_damaged_runs_are_found_and_none_restores_a_wrong_value(run, caplog):
+@pytest.mark.parametrize("tries", [TRIES, pytest.param(ALL_TRIES, marks=pytest.mark.slow)], ids=len)
+def test_damaged_runs_are_found_and_none_restores_a_wrong_value(run, caplog, tries):
     caplog.set_level(logging.CRITICAL)  # each candidate that is passed over is a warning
     root, saved = run
     pristine = {path: path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
     ends: dict[str, int] = {}
-    for number in range(TRIES):
+    for number in tries:
         damaged = damage(random.Random(number), pristine)
         assert all(data != pristine[path] for path, data in damaged.items())
         for path, data in damaged.items():

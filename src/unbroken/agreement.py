@@ -36,6 +36,8 @@ class Entered(msgspec.Struct):
     """Digest of names and values of what it shares with each group of ranks; only given when `changed`."""
     error: str = ""
     """Why it cannot take part in this save."""
+    mistake: bool = False
+    """True if it never could: what is registered cannot be stored."""
 
 
 class Claim(msgspec.Struct, array_like=True, frozen=True):
@@ -85,7 +87,7 @@ class CommonPlan(msgspec.Struct):
     error: str = ""
     """Why this save cannot be."""
     mistake: bool = False
-    """True if no later save could be either: the script names two things alike."""
+    """True if no later save could be either: the script names two things alike, or registers what no rank can store."""
 
 
 def entry_of(captured: Captured, rank: int, check_values: bool) -> Entered:
@@ -164,13 +166,27 @@ def compare_details(structures: Sequence[str], details: Mapping[int, Details]) -
         if broken and all(claim.whole for claim in claims.values()):
             plan.apart.append(name)
         elif broken:
-            plan.error = plan.error or f"{name} is sharded over ranks that do not all have it alike"
+            plan.error = plan.error or _uneven(
+                name, claims, structures, {rank for mesh in broken for rank in meshes_told[mesh]}
+            )
         elif len(meshes) > 1:
             contested[name] = meshes
     plan.contested = sorted(contested)
     _compare_values(plan, details)
     plan.apart.sort()
     return plan
+
+
+def _uneven(name: str, claims: Mapping[str, Claim], structures: Sequence[str], ranks: set[int]) -> str:
+    """What is wrong with a shard that the ranks of its mesh do not all have alike."""
+    lacking = [rank for rank in sorted(ranks) if structures[rank] not in claims]
+    if lacking:
+        return f"{name} is sharded over ranks {spell(sorted(ranks))}, and not registered on rank(s) {spell(lacking)}"
+    forms = {rank: _form(claims[structures[rank]]) for rank in ranks}
+    odd = minority({rank: str(form) for rank, form in sorted(forms.items())})
+    dtypes = sorted({dtype for dtype, _ in forms.values()})
+    kind = " and ".join(dtypes) if len(dtypes) > 1 else "another shape or other cuts"
+    return f"{name} is sharded over ranks {spell(sorted(ranks))}, and rank(s) {spell(odd)} have it otherwise: {kind}"
 
 
 def _form(claim: Claim) -> tuple[str, str]:

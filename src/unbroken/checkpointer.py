@@ -290,9 +290,10 @@ class Checkpointer:
             self._coverage.check(strict=self._strict and not self._restored, loud=session.cluster.rank == 0)
             captured = self._state.capture(accumulating=self._micro_step > 0)
         except Exception as error:
-            session.save(save, None, f"{type(error).__name__}: {error}")
             # What cannot be stored at the first save never could: a mistake in the script, not bad luck.
-            if not self._captured_once or self._on_error == "raise":
+            mistake = not self._captured_once
+            session.save(save, None, f"{type(error).__name__}: {error}", mistake)
+            if mistake or self._on_error == "raise":
                 raise
             return
         self._captured_once = True

@@ -214,14 +214,14 @@ class Coordinator:
             unchanged = sorted(set(range(len(entries))) - set(changed))
             error = f"the state changed its structure on rank(s) {spell(changed)} but not on {spell(unchanged)}"
         if changed:
-            self._answer_plan(save, entries, error)
+            self._answer_plan(save, entries, error, mistake=any(entry.mistake for entry in entries))
         if error:
             raise SaveFailed(error) if failed else _StructureChanged(error)
 
-    def _answer_plan(self, save: SaveId, entries: list[Entered], error: str) -> None:
+    def _answer_plan(self, save: SaveId, entries: list[Entered], error: str, mistake: bool) -> None:
         """Tell ranks with a new structure how to plan; if they do not agree, ask for details first."""
         ask = [] if error else ranks_to_ask(entries)
-        self.channel.post(f"{save.phase}/plan", msgspec.json.encode(CommonPlan(ask=ask, error=error)))
+        self.channel.post(f"{save.phase}/plan", msgspec.json.encode(CommonPlan(ask=ask, error=error, mistake=mistake)))
         if not ask:
             return
         structures = [entry.structure for entry in entries]

@@ -22,7 +22,15 @@ from unbroken.candidates import first_manifest
 from unbroken.cluster import Channel, Cluster, connect
 from unbroken.commit import Coordinator, Outcome, SaveId
 from unbroken.directory import agree_on_directory
-from unbroken.errors import DirectoryProblem, HistoryExists, PeerFailed, ReplicasDiffer, SaveFailed, UnbrokenError
+from unbroken.errors import (
+    DirectoryProblem,
+    HistoryExists,
+    PeerFailed,
+    ReplicasDiffer,
+    SaveFailed,
+    UnbrokenError,
+    UsageError,
+)
 from unbroken.generations import Generation
 from unbroken.image.digest import digest_text
 from unbroken.layout.spread import holding
@@ -151,12 +159,14 @@ class Session:
             faultpoints.reach("begun")
         return msgspec.json.encode(begun)
 
-    def save(self, save: SaveId, captured: Captured | None, error: str = "") -> None:
+    def save(self, save: SaveId, captured: Captured | None, error: str = "", mistake: bool = False) -> None:
         """Snapshot `captured` and let the threads do the rest. Returns when the live state may change again.
 
         captured  None if this rank cannot take part, for the reason `error`; the others learn it.
-        The outcome comes through `outcomes`. Raises PeerFailed if rank 0 is gone, ReplicasDiffer at the first save
-        if ranks use one name for several things.
+        mistake   True if it never can, and is about to end for that
+
+        The outcome comes through `outcomes`. Raises PeerFailed if rank 0 is gone; at the first save ReplicasDiffer if
+        ranks use one name for several things, UsageError if another rank cannot store what it registered.
         """
         assert self._writer is not None, "begin comes first"
         faultpoints.saving(save.step)
@@ -169,7 +179,7 @@ class Session:
         if self._coordinator is not None:
             self._coordinator.saves.put(save)
         if captured is None or arena is None:
-            self._enter(save, Entered(error=error))
+            self._enter(save, Entered(error=error, mistake=mistake))
             self._writer.submit(Job(save, None, error))
             return
         try:
@@ -177,7 +187,7 @@ class Session:
         except UnbrokenError as failure:
             self._writer.arenas.put(arena)
             self._writer.submit(Job(save, None, str(failure)))
-            if isinstance(failure, ReplicasDiffer) and not self._planned_once:
+            if isinstance(failure, ReplicasDiffer | UsageError) and not self._planned_once:
                 raise
             return
         self._newest_bytes = plan.layout.size
@@ -244,7 +254,8 @@ class Session:
             settled = self._read_plan(save, "plan-settled")
             plan = msgspec.structs.replace(plan, ceded=settled.ceded, error=settled.error, mistake=settled.mistake)
         if plan.error:
-            raise (ReplicasDiffer if plan.mistake else SaveFailed)(plan.error)
+            mistake = ReplicasDiffer if plan.contested else UsageError
+            raise (mistake if plan.mistake else SaveFailed)(plan.error)
         if plan.differing and rank == 0:
             log.warning(
                 "%d tensors that should be equal on all ranks are not: %s; each rank's own values are saved",

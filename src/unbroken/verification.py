@@ -34,7 +34,7 @@ from unbroken.manifest import (
     parse_step_directory,
     rank_of_file,
 )
-from unbroken.pieces import Pieces
+from unbroken.pieces import MisleadingHeader, Pieces
 from unbroken.retention import MANIFEST_NAME
 from unbroken.store.local import LocalStore
 
@@ -219,11 +219,12 @@ def _unlisted_parts(pieces: Pieces, index: int) -> tuple[list[_Part], list[Fault
         dtype, stored_shape = stored_form(dtype_of(record.dtype), box.shape)
         begin, end = 0, file.size
         try:
-            begin, end = pieces.header(index).get(stored_as, (0, 0))
-            if end == 0:
-                path = f"{pieces.directory}/{file.name}"
-                faults.append(Fault(path, f"has no tensor {stored_as} in its header", tensors=(stored_as,)))
-                continue
+            piece = pieces.find(name, record, box, index)
+            begin, end = piece.begin, piece.end
+        except MisleadingHeader as error:
+            path = f"{pieces.directory}/{file.name}"
+            faults.append(Fault(path, _without(path, str(error)), tensors=(stored_as,)))
+            continue
         except DamagedCheckpoint:
             pass  # told when the file's bytes are read
         parts.append(_Part(begin, end, stored_as, dtype, stored_shape))

@@ -7,6 +7,7 @@ before 2, and 500 after 2500).
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ def test_the_newest_by_step_stay_whatever_the_times_say(tmp_path, times):
     )
     ckpt.restore()
     for step in range(1, 13):
-        for path in tmp_path.rglob("step-*"):
+        for path in tmp_path.glob("step-*"):
             age = 0 if times == "equal" else int(path.name.removeprefix("step-"))
-            os.utime(path, (1_000_000 - age, 1_000_000 - age))
+            with suppress(FileNotFoundError):  # the last step's sweep is under way
+                os.utime(path, (1_000_000 - age, 1_000_000 - age))
         ckpt.step()
         ckpt.wait()
         assert (tmp_path / f"step-{step}/manifest.json").exists()

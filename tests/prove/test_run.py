@@ -42,7 +42,11 @@ def test_a_script_that_resumes_exactly_passes_every_kind_of_fault(tmp_path):
     assert still_running(tmp_path) == []
 
 
-@pytest.mark.parametrize("forgotten", ["samples", "rng", "optimizer"])
+@pytest.mark.parametrize(
+    # Here on two ranks; on one, tests/cli/test_prove.py forgets the optimizer, and a test below the RNG.
+    "forgotten",
+    ["samples", pytest.param("rng", marks=pytest.mark.slow), pytest.param("optimizer", marks=pytest.mark.slow)],
+)
 def test_a_script_that_forgets_a_part_of_its_state_fails_and_the_part_is_named(tmp_path, forgotten):
     report = run(tmp_path, "--forget", forgotten)
     trial = report.trials[-1]

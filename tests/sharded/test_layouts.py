@@ -15,7 +15,7 @@ from unbroken.candidates import candidates
 from unbroken.errors import DamagedCheckpoint
 from unbroken.image.digest import digest_blocks
 from unbroken.layout.boxes import whole
-from unbroken.manifest import FileRecord
+from unbroken.manifest import FileRecord, encode
 from unbroken.pieces import Pieces
 from unbroken.store.local import LocalStore
 from unbroken.verification import verify_run
@@ -130,9 +130,13 @@ def test_headers_that_lie_are_damage(saved, tmp_path):
     store = LocalStore(directory)
     manifest = next(candidates(store, None)).manifest
     lies = {
-        "outside of it": lambda entry, begin: {"data_offsets": [begin, 1 << 40]},
-        "bytes of": lambda entry, begin: {"data_offsets": [begin, begin + 4]},
-        "no safetensors header": lambda entry, begin: {"data_offsets": "none"},
+        "not its own": lambda entry, begin, end: {"data_offsets": [begin + (1 << 40), end + (1 << 40)]},
+        "which are not its own": lambda entry, begin, end: {"data_offsets": [begin - 4, end - 4]},
+        "gives 4 bytes to": lambda entry, begin, end: {"data_offsets": [begin, begin + 4]},
+        "no safetensors header": lambda entry, begin, end: {"data_offsets": "none"},
+        "says that": lambda entry, begin, end: {"dtype": "I32"},
+        "where the manifest has": lambda entry, begin, end: {"shape": entry["shape"][::-1]},
+        "gives 0 bytes to": lambda entry, begin, end: {"shape": [-1, 5], "data_offsets": [begin, begin]},
     }
     for text, lie in lies.items():
         copy = shutil.copytree(directory, tmp_path / text.replace(" ", "-"))
@@ -141,14 +145,22 @@ def test_headers_that_lie_are_damage(saved, tmp_path):
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
         name = next(name for name in header if name.startswith("model/up.weight["))
-        header[name] |= lie(header[name], header[name]["data_offsets"][0])
+        assert header[name]["data_offsets"][0] > 0 and len(set(header[name]["shape"])) == 2, "or the lies are none"
+        header[name] |= lie(header[name], *header[name]["data_offsets"])
         changed = data[:8] + json.dumps(header).encode().ljust(length) + data[8 + length :]
         path.write_bytes(changed)
         block_bytes = manifest.files[1].block_bytes
         blocks = "".join(digest_blocks(memoryview(changed), block_bytes))
         files = list(manifest.files)
         files[1] = FileRecord(files[1].name, len(changed), block_bytes, blocks)
-        pieces = Pieces(LocalStore(copy), "step-2", msgspec.structs.replace(manifest, files=files))
+        lying = msgspec.structs.replace(manifest, files=files)
+        (copy / "step-2/manifest.json").write_bytes(encode(lying))
         record = manifest.tensors["model/up.weight"]
         with pytest.raises(DamagedCheckpoint, match=text):
-            list(pieces.overlapping("model/up.weight", record, whole(tuple(record.shape))))
+            list(
+                Pieces(LocalStore(copy), "step-2", lying).overlapping(
+                    "model/up.weight", record, whole(tuple(record.shape))
+                )
+            )
+        report = verify_run(LocalStore(copy), lambda _: None)
+        assert report.restores is None and any(text in fault.problem for fault in report.faults), report.faults

@@ -171,6 +171,30 @@ def test_a_changed_group_is_refused_by_its_parameters_and_touches_nothing(case):
     assert weights(after) == untouched and not live.state
 
 
+@pytest.mark.parametrize(("one", "other"), [(SGD, Adam), (Adam, SGD), (Adam, AdamW)])
+def test_another_class_of_optimizer_is_refused_and_without_strict_begins_anew(one, other):
+    before, after = make_model(), make_model()
+    saved, live = one(before.parameters(), 0.1), other(after.parameters(), 0.2)
+    train(before, saved, 0, 1)
+    kept = keep({"model": before, "optimizer": saved})
+    with pytest.raises(StateMismatch, match=rf"optimizer as {other.__name__} \(it was {one.__name__}\)"):
+        put(kept, {"model": after, "optimizer": live})
+    put(kept, {"model": after, "optimizer": live}, strict=False)
+    assert not live.state and live.param_groups[0]["lr"] == 0.2
+    assert weights(after) == weights(before)
+    train(after, live, 1, 2)
+
+
+def test_a_checkpoint_that_does_not_tell_the_class_of_an_optimizer_restores():
+    before, after = make_model(), make_model()
+    saved, live = (Adam(model.parameters(), 0.1) for model in (before, after))
+    train(before, saved, 0, 1)
+    kept = keep({"model": before, "optimizer": saved})
+    del kept.values["optimizer"]["class"]
+    put(kept, {"model": after, "optimizer": live})
+    assert states(after, live) == states(before, saved)
+
+
 def test_a_new_parameter_is_refused_by_name_and_without_strict_left_alone():
     before, after = make_model(), make_model()
     after.add_module("3", nn.Linear(2, 2))

@@ -93,6 +93,14 @@ def stored_form(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int
     return "U8", [*shape, dtype.itemsize]
 
 
+def bytes_of_element(name: str) -> int:
+    """Bytes of one element of a dtype of a safetensors header. Raises ValueError for one that we do not write."""
+    for dtype, known_as in _NAMES.items():
+        if known_as == name:
+            return dtype.itemsize
+    raise ValueError(f"no dtype {name!r}")
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """How the manifest names a dtype: torch's own name without `torch.`."""
     return str(dtype).removeprefix("torch.")

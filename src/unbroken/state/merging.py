@@ -38,7 +38,9 @@ def _merge_optimizer(values: Sequence[Json]) -> Json:
     groups = values[0]["groups"]
     if all(len(value["groups"]) == len(groups) for value in values):
         groups = [_merge_group([value["groups"][at] for value in values]) for at in range(len(groups))]
-    return {"kind": values[0]["kind"], "groups": groups, "state": _first(value["state"] for value in values)}
+    first = values[0]
+    state = _first(value["state"] for value in values)
+    return {"kind": first["kind"], "class": first.get("class"), "groups": groups, "state": state}
 
 
 def _merge_group(groups: Sequence[Json]) -> Json:

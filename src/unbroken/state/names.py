@@ -138,7 +138,8 @@ def check_plain(slot: Slot) -> None:
         raise UsageError(f"{slot.name} has no shape yet: run one batch through the model before it is registered")
     problem = reason_not_storable(slot.tensor)
     if problem is not None:
-        raise UnsupportedValue(f"{slot.name} is {problem}, which cannot be stored: register plain dense tensors")
+        hint = "" if is_dtensor(slot.tensor) else ": register plain dense tensors"
+        raise UnsupportedValue(f"{slot.name} is {problem}, which cannot be stored{hint}")
 
 
 def replicated_by(ddp: DistributedDataParallel, parameter: Tensor) -> Spread | None:
@@ -208,6 +209,12 @@ class ParameterNames:
     def spread_of(self, parameter: Tensor) -> Spread | None:
         """How it lies on the ranks: DDP may know it under only one of its names."""
         return next((slot.spread for slot in self._slots.get(id(parameter), []) if slot.spread is not None), None)
+
+    def are_sharded(self) -> bool:
+        """True if any of them is a part of a tensor that other ranks have the rest of."""
+        return any(
+            is_dtensor(slot.tensor) or slot.spread is not None for slots in self._slots.values() for slot in slots
+        )
 
     def parameters(self) -> Iterator[Slot]:
         """Each parameter once, under its first name."""

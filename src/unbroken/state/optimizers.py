@@ -47,7 +47,7 @@ def capture_optimizer(captured: Captured, name: str, optimizer: Optimizer, param
         # Some make their state at once (Adagrad): beside nothing, it counts nothing, and is of no rank's part.
         if owner.parameter in optimizer.state and holds_any(owner)
     }
-    captured.values[name] = {"kind": KIND, "groups": groups, "state": state}
+    captured.values[name] = {"kind": KIND, "class": type(optimizer).__qualname__, "groups": groups, "state": state}
 
 
 def owners_in(name: str, optimizer: Optimizer, parameters: ParameterNames) -> list[list[Owner]]:
@@ -58,9 +58,12 @@ def owners_in(name: str, optimizer: Optimizer, parameters: ParameterNames) -> li
         for position, parameter in enumerate(group["params"]):
             slot = parameters.slot_of(parameter)
             if slot is None:
+                hint = "register its module, or the parameter itself under a name of its own"
+                if parameters.are_sharded():
+                    hint = f"make the optimizer after the model was sharded; {hint}"
                 raise UsageError(
                     f"{name}: parameter {position} of group {index}, of shape {list(parameter.shape)}, belongs to "
-                    "nothing that is registered; register its module, or the parameter itself under a name of its own"
+                    f"nothing that is registered; {hint}"
                 )
             members.append(Owner(parameter, slot.name, group, parameters.spread_of(parameter)))
         owners.append(members)
@@ -109,7 +112,7 @@ def _spread_of_options(owners: Sequence[Owner]) -> Spread | None:
 def prepare_optimizer(draft: Draft, name: str, optimizer: Optimizer, parameters: ParameterNames) -> None:
     """Find for every group and parameter what the checkpoint has under its name, wherever it stood there."""
     value = draft.value_of(name, KIND)
-    if value is None:
+    if value is None or _is_another_class(draft, name, optimizer, value.get("class")):
         return
     matched = match_groups(draft, name, optimizer, parameters, [group["params"] for group in value["groups"]])
     shared = Shared()
@@ -136,6 +139,16 @@ def prepare_optimizer(draft: Draft, name: str, optimizer: Optimizer, parameters:
                 state.update(restore.state())
 
     draft.then(Phase.OPTIMIZERS, put_state)
+
+
+def _is_another_class(draft: Draft, name: str, optimizer: Optimizer, saved: str | None) -> bool:
+    """True (and noted) if another class of optimizer was saved: its state means nothing to this one."""
+    live = type(optimizer).__qualname__
+    if saved in (live, None):
+        return False
+    draft.missing.append(f"{name} as {live} (it was {saved})")
+    draft.ignore(name)
+    return True
 
 
 def holds_any(owner: Owner) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from unbroken.errors import UnsupportedValue, UsageError
+from unbroken.errors import UnbrokenError, UnsupportedValue, UsageError
 from unbroken.state import buckets, foreign_optimizers, gradients, modules, objects, optimizers, rng
 from unbroken.state.captured import Captured, Json, LiveTensor, Restoration, SavedTensor
 from unbroken.state.draft import Draft, naming
@@ -51,9 +51,14 @@ class State:
     def watch(self) -> None:
         """Observe from now on what only shows while training: the order in which DDP gets gradients. Idempotent.
 
-        To be called before the first backward; `prepare(…).finish()` does it too.
+        To be called before the first backward; `prepare(…).finish()` does it too. What cannot be stored is told by
+        the first capture or restore, which all ranks come to: an error here would be this rank's alone.
         """
-        for name, slots in self._slots().items():
+        try:
+            found = self._slots()
+        except UnbrokenError:
+            return
+        for name, slots in found.items():
             for order in self._orders_of(name, slots):
                 order.watch()
 

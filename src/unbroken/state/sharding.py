@@ -48,7 +48,9 @@ def reason_not_spread(tensor: Tensor) -> str | None:
         return f"a DTensor of a mesh whose ranks do not ascend ({list(cuts.mesh.ranks[:8])}), which FSDP cuts otherwise"
     expected = cuts.boxes_of(dist.get_rank())[0].shape
     held = tuple(local_of(tensor).shape)
-    return None if held == expected else f"a DTensor with a shard of {list(held)} where {list(expected)} belongs"
+    if held == expected or math.prod(held) == math.prod(expected) == 0:
+        return None
+    return f"a DTensor with a shard of {list(held)} where {list(expected)} belongs"
 
 
 def spread_of(tensor: Tensor) -> Spread | None:
