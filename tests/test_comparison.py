@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -194,9 +195,9 @@ class CountingStore(LocalStore):
 
     reads = 0
 
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+    def read_scattered(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
         self.reads += 1
-        super().read_into(name, begin, buffer)
+        super().read_scattered(name, begin, buffers)
 
 
 def test_many_small_tensors_of_one_block_read_it_once(tmp_path):

@@ -18,10 +18,11 @@ import msgspec
 import numpy as np
 import torch
 
+from unbroken.blocks import read_verified
 from unbroken.image.header import dtype_of
 from unbroken.layout.boxes import Box, intersect, offset_in, whole
 from unbroken.manifest import FileRecord, Manifest, PieceRecord, TensorRecord, box_of
-from unbroken.pieces import Pieces, read_verified
+from unbroken.pieces import Pieces
 from unbroken.store.local import LocalStore
 
 CHUNK_BYTES = 16 << 20

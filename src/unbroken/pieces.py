@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from unbroken.blocks import read_verified
 from unbroken.errors import DamagedCheckpoint
-from unbroken.image.digest import HEX_CHARS, digest_block
 from unbroken.image.header import LENGTH_BYTES, MOST_HEADER_BYTES, bytes_of_element, dtype_of, stored_form
 from unbroken.layout.boxes import Box, name_of_part, whole
 from unbroken.layout.spread import Cuts, Mesh, overlapping
@@ -131,24 +131,3 @@ def _check_places(path: str, places: Mapping[str, Place], size: int) -> None:
         if begin < reached or end > size:
             raise MisleadingHeader(f"{path} gives bytes {begin}-{end} to {name}, which are not its own")
         reached = end
-
-
-def read_verified(store: LocalStore, directory: str, file: FileRecord, begin: int, end: int) -> bytearray:
-    """Bytes `begin` to `end` of a file, which must begin on a block and end on one or with the file.
-
-    Raises DamagedCheckpoint, naming file and bytes (invariant 2).
-    """
-    name = f"{directory}/{file.name}"
-    data = bytearray(end - begin)
-    try:
-        store.read_into(name, begin, memoryview(data))
-    except (OSError, ValueError, EOFError) as error:
-        raise DamagedCheckpoint(f"{name} cannot be read: {error}") from error
-    for offset in range(0, len(data), file.block_bytes):
-        block = (begin + offset) // file.block_bytes
-        expected = file.blocks[block * HEX_CHARS : (block + 1) * HEX_CHARS]
-        content = memoryview(data)[offset : offset + file.block_bytes]
-        if digest_block(content) != expected:
-            last = begin + offset + len(content)
-            raise DamagedCheckpoint(f"{name}, bytes {begin + offset}-{last}, do not match their digest")
-    return data

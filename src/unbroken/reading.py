@@ -1,28 +1,37 @@
 """Bytes of a checkpoint -> live tensors, every one verified on the way (invariant 2).
 
-Only what is wanted is read, in whole blocks, since digests are per block. Nothing here decides which checkpoint.
+Only what is wanted is read, in whole blocks, since digests are per block; and it is read straight into the tensors'
+own memory, by several threads, since one does not keep a disk busy. Nothing here decides which checkpoint.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import torch
 
 from unbroken import faultpoints
+from unbroken.blocks import Landing, read_blocks
 from unbroken.image.header import dtype_of
 from unbroken.layout.boxes import Box, intersect, offset_in, whole
 from unbroken.layout.spread import Spread, Stretch
 from unbroken.manifest import FileRecord, Manifest, PieceRecord, TensorRecord, box_of
-from unbroken.pieces import Pieces, read_verified
+from unbroken.pieces import Pieces
 from unbroken.store.local import LocalStore
 
+RUN_BYTES = 8 << 20
+"""What one call reads, about: long enough for any disk, short enough that its digests are taken from the cache."""
 READ_BYTES = 64 << 20
-"""Most bytes of one file that are held in memory at once while restoring, a block more or less."""
+"""Most bytes of one file that are held in memory at once while restoring, a block more or less, by one thread."""
 GAP_BYTES = 1 << 20
 """What lies between two wanted parts is read along with them up to this length."""
+READERS = max(2, min(8, os.cpu_count() or 1))
+"""Threads that read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +48,25 @@ class Target:
 class _Wanted:
     """A part of one piece, to be read into its place."""
 
-    target: Target
-    part: Box
-    """What piece and target share."""
-    held: Box
-    """The piece's box."""
+    place: torch.Tensor
+    """The part of the target where it goes."""
+    strides: tuple[int, ...]
+    """Of the part, in the file; in elements."""
     begin: int
-    """First byte of `part` in the file. Between its first and last byte others may lie."""
+    """First byte of the part in the file. Between its first and last byte others may lie."""
     end: int
     """One past its last byte."""
-    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is read of a file at once."""
+
+    landings: list[Landing] = field(default_factory=list)
+    scattered: list[tuple[_Wanted, memoryview]] = field(default_factory=list)
+    """Parts that lie otherwise in the tensor than in the file, and the memory that they are copied from."""
+    begin: int = 0
+    end: int = 0
 
 
 def targets_of(tensor: torch.Tensor, spread: Spread | None, rank: int) -> list[Target]:
@@ -78,7 +96,8 @@ def read_tensors(
     directory  of the checkpoint inside the run directory, `step-40`
     records    of the tensors to read, by full name; targets  where they go, of equal dtype: all of a tensor or parts
 
-    Raises DamagedCheckpoint at the first block that does not match; targets are then partly filled.
+    Raises DamagedCheckpoint for the first block, in the order of files and bytes, that does not match; targets are then
+    partly filled. When this returns, or raises, no thread writes to a target any more.
     """
     by_file: dict[int, list[_Wanted]] = {}
     pieces = Pieces(store, directory, manifest)
@@ -86,11 +105,32 @@ def read_tensors(
         for target in parts:
             for piece in pieces.overlapping(name, records[name], target.box):
                 by_file.setdefault(piece.file, []).extend(_wanted(records[name], piece, target))
-    for index, wanted in sorted(by_file.items()):
-        file = manifest.files[index]
-        for group in _group(sorted(wanted, key=lambda item: item.begin)):
-            _read_group(store, directory, file, group)
-            faultpoints.reach("reading")
+    runs = (
+        (manifest.files[index], run)
+        for index, wanted in sorted(by_file.items())
+        for run in _runs(sorted(wanted, key=lambda item: item.begin), manifest.files[index])
+    )
+    with ThreadPoolExecutor(READERS, thread_name_prefix="unbroken-reader") as pool:
+        pending: deque[Future[None]] = deque()
+        try:
+            for file, run in runs:
+                pending.append(pool.submit(_read, store, directory, file, run))
+                if len(pending) == 2 * READERS:
+                    pending.popleft().result()
+                    faultpoints.reach("reading")
+            while pending:
+                pending.popleft().result()
+                faultpoints.reach("reading")
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _read(store: LocalStore, directory: str, file: FileRecord, run: _Run) -> None:
+    read_blocks(store, directory, file, run.landings)
+    for item, memory in run.scattered:
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(item.place.dtype)
+        item.place.copy_(flat.as_strided(item.place.shape, item.strides))
 
 
 def _wanted(record: TensorRecord, piece: PieceRecord, target: Target) -> Iterator[_Wanted]:
@@ -101,7 +141,9 @@ def _wanted(record: TensorRecord, piece: PieceRecord, target: Target) -> Iterato
     for part in _cut(shared, held, READ_BYTES // dtype.itemsize) if shared is not None else ():
         first, last = offset_in(held, part.begin), offset_in(held, tuple(end - 1 for end in part.end))
         begin, end = (piece.begin + dtype.itemsize * offset for offset in (first, last + 1))
-        yield _Wanted(target, part, held, begin, end, dtype)
+        place = target.tensor if part == target.box else target.tensor[part.slices(target.box)]
+        strides = tuple(math.prod(held.shape[at + 1 :]) for at in range(len(held.shape)))
+        yield _Wanted(place, strides, begin, end)
 
 
 def _cut(part: Box, held: Box, most: int) -> Iterator[Box]:
@@ -118,27 +160,40 @@ def _cut(part: Box, held: Box, most: int) -> Iterator[Box]:
     yield from _cut(Box(tuple(begin), part.end), held, most)
 
 
-def _group(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Runs of parts that lie near each other and are read together."""
-    group: list[_Wanted] = []
+def _runs(wanted: Sequence[_Wanted], file: FileRecord) -> Iterator[_Run]:
+    """What to read together, in the order of the bytes: parts that lie near each other, up to about RUN_BYTES.
+
+    wanted  sorted by their first byte
+    """
+    length = max(RUN_BYTES, file.block_bytes)
+    run = _Run()
     for item in wanted:
-        if group and (item.end - group[0].begin > READ_BYTES or item.begin - group[-1].end > GAP_BYTES):
-            yield group
-            group = []
-        group.append(item)
-    if group:
-        yield group
+        memory = _memory_of(item)
+        begin, scattered = item.begin, memory is None
+        if memory is None:
+            memory = memoryview(bytearray(item.end - item.begin))
+        while begin < item.end:
+            window = (run.begin // length + 1) * length
+            if run.landings and (begin >= window or not run.end <= begin <= run.end + GAP_BYTES):
+                yield run
+                run = _Run()
+            if not run.landings:
+                run.begin, window = begin, (begin // length + 1) * length
+            # Runs end where blocks do, so that no block is read twice. What is copied afterwards stays in one run.
+            end = item.end if scattered else min(item.end, window)
+            run.landings.append(Landing(begin, memory[begin - item.begin : end - item.begin]))
+            run.end = begin = end
+        if scattered:
+            run.scattered.append((item, memory))
+    if run.landings:
+        yield run
 
 
-def _read_group(store: LocalStore, directory: str, file: FileRecord, group: list[_Wanted]) -> None:
-    begin, end = group[0].begin, max(item.end for item in group)
-    first = begin // file.block_bytes * file.block_bytes
-    data = read_verified(store, directory, file, first, min(file.size, -(-end // file.block_bytes) * file.block_bytes))
-    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    for item in group:
-        stored = flat[item.begin - first : item.end - first]
-        if (item.begin - first) % item.dtype.itemsize:
-            stored = stored.clone()  # another writer may have aligned its tensors differently
-        strides = [math.prod(item.held.shape[at + 1 :]) for at in range(len(item.held.shape))]
-        part = stored.view(item.dtype).as_strided(item.part.shape, strides)
-        item.target.tensor[item.part.slices(item.target.box)].copy_(part)
+def _memory_of(item: _Wanted) -> memoryview | None:
+    """The bytes of a part's place, if they lie there as in the file."""
+    place = item.place
+    if place.device.type != "cpu" or not place.is_contiguous() or place.is_conj() or place.is_neg():
+        return None
+    if item.end - item.begin != place.numel() * place.element_size():
+        return None
+    return place.detach().view(-1).view(torch.uint8).numpy().data

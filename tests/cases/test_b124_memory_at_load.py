@@ -67,7 +67,8 @@ def save_and_restore(rank, world_size, directory, saves):
 
 def test_no_rank_holds_more_than_its_own_part(ranks, tmp_path):
     for part, peak in ranks.run_all_well(f"{MODULE}:save_and_restore", 4, str(tmp_path), True):
-        assert part <= peak <= part + SLACK, "one arena, which holds the rank's part"
+        # Of what was there before, a few pages may have been given back meanwhile.
+        assert 0.95 * part <= peak <= part + SLACK, "one arena, which holds the rank's part"
     for world_size in (4, 2):
         for part, peak in ranks.run_all_well(f"{MODULE}:save_and_restore", world_size, str(tmp_path), False):
             assert peak <= READ_BYTES + SLACK < WHOLE // 2, "one stretch at a time, beside the live tensors"

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from unbroken import faultpoints
@@ -26,6 +26,8 @@ _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, er
 DIRECTORY_ATTEMPTS = 5
 CHUNK_BYTES = 64 << 20
 """Most bytes given to one write or read call."""
+IOV_MAX = os.sysconf("SC_IOV_MAX")
+"""Most buffers given to one read call."""
 
 
 class LocalStore:
@@ -97,6 +99,14 @@ class LocalStore:
         """Fill `buffer` from byte `begin` on. Raises EOFError if the file ends before."""
         with self._open(name) as fd:
             _read_all(fd, buffer, begin)
+
+    def read_scattered(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers one after another from byte `begin` on. Raises EOFError if the file ends before."""
+        with self._open(name) as fd:
+            for at in range(0, len(buffers), IOV_MAX):
+                some = buffers[at : at + IOV_MAX]
+                _read_scattered(fd, some, begin)
+                begin += sum(map(len, some))
 
     def size(self, name: str) -> int | None:
         """Bytes of a regular file, or None if there is none of that name."""
@@ -229,6 +239,16 @@ def _read_all(fd: int, buffer: memoryview, begin: int) -> None:
         if count == 0:
             raise EOFError(f"the file ends at byte {begin + done}, {len(buffer) - done} bytes short")
         done += count
+
+
+def _read_scattered(fd: int, buffers: Sequence[memoryview], begin: int) -> None:
+    done = os.preadv(fd, buffers, begin)
+    for buffer in buffers:
+        if done < len(buffer):  # the system gave less than was asked for
+            _read_all(fd, buffer[done:], begin + done)
+            done = len(buffer)
+        begin += len(buffer)
+        done -= len(buffer)
 
 
 def _link_or_create(temporary: Path, path: Path, data: bytes) -> None:
