@@ -321,16 +321,23 @@ def _check_tensor(name: str, tensor: TensorRecord, manifest: Manifest) -> None:
     if tensor.cuts is not None:
         _check_cuts(name, tensor.cuts, tensor, manifest.meshes)
         return
+    if len(tensor.pieces) == 1 and tensor.pieces[0].box is None:
+        _check_piece(name, tensor.pieces[0], math.prod(shape), itemsize, files)
+        return
     covered = 0
     for piece in tensor.pieces:
         box = box_of(piece, shape)
-        if not 0 <= piece.file < len(files) or not 0 <= piece.begin <= piece.end <= files[piece.file].size:
-            raise ValueError(f"a piece of tensor {name!r} lies outside its file")
-        if piece.end - piece.begin != box.numel * itemsize:
-            raise ValueError(f"a piece of tensor {name!r} has {piece.end - piece.begin} bytes for {box.numel} elements")
+        _check_piece(name, piece, box.numel, itemsize, files)
         covered += box.numel
     if covered != whole(shape).numel or _overlapping(tensor, shape):
         raise ValueError(f"the pieces of tensor {name!r} do not cover it exactly once")
+
+
+def _check_piece(name: str, piece: PieceRecord, numel: int, itemsize: int, files: list[FileRecord]) -> None:
+    if not 0 <= piece.file < len(files) or not 0 <= piece.begin <= piece.end <= files[piece.file].size:
+        raise ValueError(f"a piece of tensor {name!r} lies outside its file")
+    if piece.end - piece.begin != numel * itemsize:
+        raise ValueError(f"a piece of tensor {name!r} has {piece.end - piece.begin} bytes for {numel} elements")
 
 
 def _overlapping(tensor: TensorRecord, shape: tuple[int, ...]) -> bool:
