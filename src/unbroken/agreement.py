@@ -92,18 +92,20 @@ class CommonPlan(msgspec.Struct):
 
 def entry_of(captured: Captured, rank: int, check_values: bool) -> Entered:
     """What a rank says when its structure is new."""
-    replicas = digest_replicas(captured, rank, ()) if check_values else {}
+    replicas = digest_replicas(captured, rank, captured.tensors) if check_values else {}
     return Entered(True, structure_of(captured, shared_only=True), fold(replicas))
 
 
 def fold(replicas: Mapping[tuple[int, ...], Mapping[str, str]]) -> dict[str, str]:
     """One digest for each group of ranks instead of one for each tensor."""
-    return {spell(holders): digest_text(msgspec.json.encode(names)) for holders, names in replicas.items()}
+    return {
+        spell(holders): digest_text(msgspec.json.encode(sorted(names.items()))) for holders, names in replicas.items()
+    }
 
 
 def details_of(captured: Captured, rank: int, check_values: bool) -> Details:
     """Every shared tensor of this rank."""
-    replicas = digest_replicas(captured, rank, ()) if check_values else {}
+    replicas = digest_replicas(captured, rank, captured.tensors) if check_values else {}
     digests = {name: (spell(holders), d) for holders, names in replicas.items() for name, d in names.items()}
     details = Details()
     for name, live in captured.tensors.items():

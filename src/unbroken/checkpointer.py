@@ -78,6 +78,9 @@ class Checkpointer:
     check_replicas    when the bytes of what several ranks hold alike (DDP's parameters, HSDP's replicas) are compared
                       between them: at every save, when their structure is new ("first"), or never. It costs one pass
                       of xxh3 over them, and finds replicas that drifted apart and silent corruption
+    snapshot          "overlap": parameters and optimizer state of torch's optimizers are copied while the next forward
+                      and backward run, and the optimizer waits for the copy; "block": the loop waits. A script that
+                      writes into weights through `tensor.data` between `step` and the next optimizer step needs "block"
     deadline_s        how long ranks wait for each other when they agree on something, in seconds
     write_deadline_s  how long a rank may take to write or read its part, in seconds
 
@@ -95,6 +98,7 @@ class Checkpointer:
         on_error: Literal["warn", "raise"] = "warn",
         strict: bool = False,
         check_replicas: Literal["first", "always", "never"] = "always",
+        snapshot: Literal["overlap", "block"] = "overlap",
         deadline_s: float = 60.0,
         write_deadline_s: float = 1800.0,
     ) -> None:
@@ -102,6 +106,8 @@ class Checkpointer:
             raise UsageError(f'on_error={on_error!r}: give "warn" or "raise"')
         if check_replicas not in ("first", "always", "never"):
             raise UsageError(f'check_replicas={check_replicas!r}: give "first", "always" or "never"')
+        if snapshot not in ("overlap", "block"):
+            raise UsageError(f'snapshot={snapshot!r}: give "overlap" or "block"')
         if every is not None and every != "auto" and not isinstance(every, Every):
             raise UsageError(f'every={every!r}: give Every(steps=…), Every(minutes=…), "auto", or None')
         if keep is not None and not isinstance(keep, Keep):
@@ -116,7 +122,7 @@ class Checkpointer:
         expect_ledger()
         self._every = every
         self._schedule = Schedule(every)
-        self._settings = Settings(keep, deadline_s, write_deadline_s, check_replicas)
+        self._settings = Settings(keep, deadline_s, write_deadline_s, check_replicas, snapshot)
         self._on_error = on_error
         self._notice = Notice()
         self._session: Session | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from unbroken import faultpoints, generations
-from unbroken.agreement import CommonPlan, Details, Entered, Held, details_of, entry_of, fold, held_of
+from unbroken.agreement import CommonPlan, Details, Entered, Held, details_of, entry_of, held_of
 from unbroken.candidates import first_manifest
 from unbroken.cluster import Channel, Cluster, connect
 from unbroken.commit import Coordinator, Outcome, SaveId
@@ -33,11 +34,13 @@ from unbroken.errors import (
 )
 from unbroken.generations import Generation
 from unbroken.image.digest import digest_text
+from unbroken.image.image import Arena
 from unbroken.layout.spread import holding
 from unbroken.manifest import Manifest
 from unbroken.meeting import Meetings
+from unbroken.overlap import Copier
 from unbroken.policy import Keep
-from unbroken.snapshot import Plan, digest_replicas, plan_snapshot, structure_of, take
+from unbroken.snapshot import Plan, Snapshot, digest_replicas, plan_snapshot, structure_of, take
 from unbroken.state.captured import Captured
 from unbroken.store.local import LocalStore
 from unbroken.writer import Job, Writer, not_entered_by_rank_0
@@ -59,6 +62,7 @@ class Settings:
     deadline_s: float
     write_deadline_s: float
     check_replicas: Literal["first", "always", "never"] = "always"
+    snapshot: Literal["overlap", "block"] = "overlap"
 
 
 @dataclass(slots=True)
@@ -77,6 +81,7 @@ class Session:
     _writer: Writer | None = None
     _coordinator: Coordinator | None = None
     meetings: Meetings | None = None
+    _copier: Copier | None = None
     _plan: Plan | None = None
     _planned_once: bool = False
     _shared: str = ""
@@ -116,6 +121,9 @@ class Session:
             self._finished,
         )
         self._writer.start()
+        if self.settings.snapshot == "overlap":
+            self._copier = Copier(self.settings.write_deadline_s)
+            self._copier.start()
         if self.cluster.rank == 0:
             self._coordinator = Coordinator(
                 self.channel,
@@ -170,6 +178,8 @@ class Session:
         """
         assert self._writer is not None, "begin comes first"
         faultpoints.saving(save.step)
+        if self._copier is not None:
+            self._copier.finish()
         faultpoints.reach("entered")
         arena = self._writer.take_arena(self.settings.write_deadline_s) if captured is not None else None
         if captured is not None and arena is None:
@@ -191,11 +201,25 @@ class Session:
                 raise
             return
         self._newest_bytes = plan.layout.size
-        replicas = self._digest_replicas(captured)
-        snapshot = take(captured, plan, arena)
-        faultpoints.reach("copied")
+        snapshot = self._take(captured, plan, arena)
         common = digest_text(msgspec.json.encode(self._common))
-        self._writer.submit(Job(save, snapshot, plan=common, replicas=replicas))
+        self._writer.submit(Job(save, snapshot, plan=common, contested=self._digest_contested(captured)))
+
+    def _take(self, captured: Captured, plan: Plan, arena: Arena) -> Snapshot:
+        """The snapshot, complete or with a rest that is being copied when this returns."""
+        copier = self._copier
+        waiting = copier.may_wait(captured.fenced) if copier is not None else frozenset()
+        snapshot = take(captured, plan, arena, waiting)
+        rest = snapshot.rest
+        waiting = frozenset(rest.names) if rest is not None else frozenset()
+        apart = {*self._common.apart, *self._common.ceded}
+        self._digest_replicas(snapshot, captured, captured.tensors.keys() - apart - waiting)
+        if copier is not None and rest is not None:
+            rest.afterwards = lambda: self._digest_replicas(snapshot, captured, waiting - apart)
+            copier.submit(rest)
+        elif copier is not None:
+            copier.rehearse({name: captured.tensors[name].tensor for name in captured.fenced & captured.tensors.keys()})
+        return snapshot
 
     def _plan_for(self, save: SaveId, captured: Captured) -> Plan:
         """The plan of this structure: the one we have, or a new one made together with all ranks."""
@@ -227,18 +251,22 @@ class Session:
                 found.add(name)
         return found
 
-    def _digest_replicas(self, captured: Captured) -> dict[str, str]:
-        """Digests of what this rank holds and others hold as well.
+    def _digest_replicas(self, snapshot: Snapshot, captured: Captured, names: Collection[str]) -> None:
+        """Digests of what this rank holds of these tensors and others hold as well.
 
         Taken at every save (invariant 8): replicas that were equal at the first one drift apart when a schedule
         follows a rank's own loss, say, and a checkpoint made of parts of several ranks would be none of them.
         """
-        if self.cluster.world_size == 1 or self.settings.check_replicas != "always":
+        if self.cluster.world_size > 1 and self.settings.check_replicas == "always":
+            for holders, digests in digest_replicas(captured, self.cluster.rank, names).items():
+                snapshot.replicas.setdefault(holders, {}).update(digests)
+
+    def _digest_contested(self, captured: Captured) -> dict[str, str]:
+        """The same of tensors whose name several meshes use."""
+        if self.settings.check_replicas != "always":
             return {}
-        rank, common = self.cluster.rank, self._common
-        held = held_of(captured, rank, common.ceded)
-        contested = {f"{name} {box}": digest for name, (box, digest) in held.tensors.items()}
-        return fold(digest_replicas(captured, rank, {*common.apart, *common.ceded})) | contested
+        held = held_of(captured, self.cluster.rank, self._common.ceded)
+        return {f"{name} {box}": digest for name, (box, digest) in held.tensors.items()}
 
     def _common_plan(self, save: SaveId, captured: Captured) -> CommonPlan:
         """Compare shared tensors with all ranks: what is not common, and who writes what several hold (invariant 8)."""
@@ -312,6 +340,8 @@ class Session:
         """End all threads. With `abandon`, saves in flight are dropped instead of finished: a peer may be gone."""
         if self.meetings is not None:
             self.meetings.stop()
+        if self._copier is not None:
+            self._copier.stop()
         if abandon:
             self.stopped.set()
         deadline_s = FAREWELL_S if abandon else self.settings.write_deadline_s

@@ -20,6 +20,7 @@ from unbroken.layout.boxes import Box, name_of_part, whole
 from unbroken.layout.ownership import Extent, share_out, spread_evenly
 from unbroken.layout.spread import Cuts, Stretch
 from unbroken.manifest import CutsRecord, MeshRecord, PieceRecord, TensorRecord, record_of
+from unbroken.overlap import Copy, versions_of
 from unbroken.state.captured import Captured, LiveTensor
 
 MOST_PIECES = 16
@@ -76,6 +77,10 @@ class Snapshot:
     """Belongs to the snapshot until it is written."""
     values: dict[str, bytes] = field(default_factory=dict)
     """Encoded JSON by registered name."""
+    rest: Copy | None = None
+    """What is still being copied; the arena is complete when it is done."""
+    replicas: dict[tuple[int, ...], dict[str, str]] = field(default_factory=dict)
+    """Digests of what others hold as well, by those ranks and by name; complete when `rest` is done."""
 
 
 def structure_of(captured: Captured, shared_only: bool = False) -> str:
@@ -206,23 +211,30 @@ def _records(
 
 
 @torch.no_grad()
-def take(captured: Captured, plan: Plan, arena: Arena) -> Snapshot:
-    """Copy this rank's parts into `arena`. When it returns, the live tensors may change.
+def take(captured: Captured, plan: Plan, arena: Arena, waiting: Collection[str] = ()) -> Snapshot:
+    """Copy this rank's parts into `arena`, but for those of tensors that may wait: they are left to `Snapshot.rest`.
 
-    Waits for the device if tensors lie on one.
+    When it returns, all other live tensors may change. Waits for the device if tensors lie on one.
     """
     views = arena.take_shape(plan.layout)
-    sources = []
-    targets = []
+    names: list[str] = []
+    at_once: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    later: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for part in plan.parts:
-        sources.append(part.source(captured.tensors[part.tensor].tensor))
+        tensor = captured.tensors[part.tensor].tensor
+        waits = part.tensor in waiting and tensor.device.type == "cpu"
+        names += [part.tensor] if waits else []
+        targets, sources = later if waits else at_once
         targets.append(views[part.stored_as])
-    if targets:
-        torch._foreach_copy_(targets, sources)
-    return Snapshot(plan, arena, {name: msgspec.json.encode(value) for name, value in captured.values.items()})
+        sources.append(part.source(tensor))
+    if at_once[0]:
+        torch._foreach_copy_(*at_once)
+    rest = Copy(names, later[1], later[0], versions_of(later[1])) if names else None
+    values = {name: msgspec.json.encode(value) for name, value in captured.values.items()}
+    return Snapshot(plan, arena, values, rest)
 
 
-def digest_replicas(captured: Captured, rank: int, apart: Collection[str]) -> dict[tuple[int, ...], dict[str, str]]:
+def digest_replicas(captured: Captured, rank: int, names: Collection[str]) -> dict[tuple[int, ...], dict[str, str]]:
     """A digest of each part that other ranks hold as well, by those ranks and by name, to compare between them.
 
     Reads every such part. On the CPU xxh3 of the bytes; elsewhere a sum of their integers, taken on the device, so
@@ -230,8 +242,9 @@ def digest_replicas(captured: Captured, rank: int, apart: Collection[str]) -> di
     """
     digests: dict[tuple[int, ...], dict[str, str]] = {}
     sums: list[tuple[tuple[int, ...], str, torch.Tensor]] = []
-    for name, live in sorted(captured.tensors.items()):
-        if live.spread is None or name in apart:
+    for name in sorted(names):
+        live = captured.tensors[name]
+        if live.spread is None:
             continue
         holders = live.spread.holders_of(rank)
         if len(holders) < 2:

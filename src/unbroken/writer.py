@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from unbroken import faultpoints
+from unbroken.agreement import fold
 from unbroken.cluster import CONNECT_S, Channel
 from unbroken.commit import Outcome, SaveId, Vote
 from unbroken.errors import SaveFailed, UnbrokenError
@@ -25,6 +26,7 @@ from unbroken.image.digest import block_bytes_for, digest_blocks, digest_text
 from unbroken.image.image import Arena
 from unbroken.manifest import FileRecord
 from unbroken.snapshot import Snapshot
+from unbroken.state.draft import count_and_name
 from unbroken.store.local import LocalStore
 
 log = logging.getLogger(__name__)
@@ -43,8 +45,8 @@ class Job:
     """Why not."""
     plan: str = ""
     """Digest of the common plan."""
-    replicas: dict[str, str] = field(default_factory=dict)
-    """Digests of what other ranks must have alike (`agreement.fold`)."""
+    contested: dict[str, str] = field(default_factory=dict)
+    """Digests of what ranks of other meshes must have alike."""
 
 
 def not_entered_by_rank_0(save: SaveId, deadline_s: float) -> str:
@@ -140,11 +142,15 @@ class Writer:
         content = job.snapshot.arena.content()
         file = None
         try:
+            _complete(job.snapshot, self.write_deadline_s)
+            faultpoints.reach("copied")
             if plan.parts:
                 block_bytes = block_bytes_for(len(content))
                 blocks = "".join(digest_blocks(content, block_bytes))
                 self.store.create(path, content)
                 file = FileRecord(name, len(content), block_bytes, blocks)
+        except SaveFailed as error:
+            return Vote(error=str(error))
         except Exception as error:  # without a vote all ranks would wait for this one until the write deadline
             return Vote(error=f"cannot write {path}: {error}")
         alike = self._as_rank_0(job.save, job.snapshot.values)
@@ -157,7 +163,7 @@ class Writer:
             values={key: msgspec.Raw(value) for key, value in job.snapshot.values.items() if key not in alike},
             as_rank_0=alike,
             plan=job.plan,
-            replicas=job.replicas,
+            replicas=fold(job.snapshot.replicas) | job.contested,
             seconds=time.monotonic() - began,
         )
 
@@ -168,3 +174,19 @@ class Writer:
             return []
         digests = msgspec.json.decode(self.channel.read(key, self.deadline_s, "rank 0's values"), type=dict[str, str])
         return [name for name, value in values.items() if digests.get(name) == digest_text(value)]
+
+
+def _complete(snapshot: Snapshot, deadline_s: float) -> None:
+    """Wait until a snapshot is complete. Raises SaveFailed if it is of no step."""
+    rest = snapshot.rest
+    if rest is None:
+        return
+    if not rest.done.wait(deadline_s):
+        raise SaveFailed(f"the state could not be copied within {deadline_s:g} s")
+    if rest.error is not None:
+        raise SaveFailed(f"the state could not be copied: {type(rest.error).__name__}: {rest.error}") from rest.error
+    if rest.changed:
+        raise SaveFailed(
+            f"{count_and_name(rest.changed)} changed while being copied, and not by the step of an optimizer; from now "
+            'on the loop waits while they are copied (snapshot="block" does so from the start)'
+        )

@@ -54,6 +54,8 @@ class Captured:
     """By full name: `model/h.0.weight`, `optimizer/state/model/h.0.weight/exp_avg`, `rng/torch`."""
     values: dict[str, Json] = field(default_factory=dict)
     """By registered name (`scheduler`, `optimizer`, …, and `rng`): everything that is not a tensor, encoded."""
+    fenced: set[str] = field(default_factory=set)
+    """Tensors that only the step of a torch optimizer changes, as far as the state can tell."""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ directly. Its `step` is never called. An optimizer with a `state_dict` of its ow
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,17 @@ def capture_optimizer(captured: Captured, name: str, optimizer: Optimizer, param
         # Some make their state at once (Adagrad): beside nothing, it counts nothing, and is of no rank's part.
         if owner.parameter in optimizer.state and holds_any(owner)
     }
+    if getattr(type(optimizer).step, "hooked", False):  # torch calls hooks before it, whatever the subclass
+        captured.fenced.update(_fenced(name, owners, state))
     captured.values[name] = {"kind": KIND, "class": type(optimizer).__qualname__, "groups": groups, "state": state}
+
+
+def _fenced(name: str, owners: Sequence[Sequence[Owner]], state: Json) -> Iterator[str]:
+    """Tensors that only this optimizer's step changes. FSDP1 moves its parameters about in forward."""
+    for owner in (owner for members in owners for owner in members):
+        if owner.parameter.requires_grad and not isinstance(owner.spread, Stretch):
+            yield owner.name
+            yield from (f"{name}/state/{owner.name}/{key}" for key in state.get(owner.name, {}).get("tensors", ()))
 
 
 def owners_in(name: str, optimizer: Optimizer, parameters: ParameterNames) -> list[list[Owner]]:

@@ -1,0 +1,133 @@
+"""Copying a snapshot while forward and backward run: only the optimizer waits for it (invariant 7).
+
+What only an optimizer step changes (its parameters, their moments and counters) is copied by a thread of its own after
+`step()` has returned. A hook that torch calls before the step of any optimizer in the process is the fence: it waits
+until the copy is complete. Everything else is copied at once, with the loop standing still.
+
+Nothing is assumed that was not seen. The first save copies all at once, and is the rehearsal: whatever has changed by
+the time of the next fence is copied at once from then on, and if no fence is ever passed, everything is. A version
+counter that moved during a copy drops that save; `tensor.data` does not move it, so a script that writes through
+`.data` between `step()` and the next optimizer step wants `snapshot="block"`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Copy:
+    """The rest of a snapshot: tensors that may not change before it is complete."""
+
+    names: list[str]
+    sources: list[Tensor]
+    targets: list[Tensor]
+    versions: list[int]
+    """Of the sources, when the snapshot was taken."""
+    changed: list[str] = field(default_factory=list)
+    """Tensors that changed meanwhile: the snapshot is of no step."""
+    afterwards: Callable[[], None] = field(default=lambda: None)
+    """Called with the copy complete, and the tensors still unchanged."""
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy, and see whether all is still as it was."""
+        try:
+            torch._foreach_copy_(self.targets, self.sources)
+            self.afterwards()
+            self.changed += moved(self.names, self.sources, self.versions)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+
+def versions_of(tensors: Collection[Tensor]) -> list[int]:
+    """The version counter of each; it moves whenever torch writes into the storage."""
+    return [tensor._version for tensor in tensors]
+
+
+def moved(names: list[str], tensors: list[Tensor], versions: list[int]) -> list[str]:
+    """The names of tensors that were written into since."""
+    now = versions_of(tensors)
+    return [] if now == versions else [n for n, one, two in zip(names, now, versions, strict=True) if one != two]
+
+
+class Copier:
+    """The copying thread of one Checkpointer, and its fence, which any thread may come to."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """deadline_s  how long an optimizer waits for a copy, which is then given up"""
+        self._deadline_s = deadline_s
+        self._pid = os.getpid()
+        self._unsafe: set[str] = set()
+        self._rehearsal: tuple[list[str], list[Tensor], list[int]] | None = None
+        self._rehearsed = False
+        self._current: Copy | None = None
+        self._jobs: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="unbroken-copier", daemon=True)
+        self._handle: Any = None
+
+    def start(self) -> None:
+        """Put up the fence."""
+        self._handle = register_optimizer_step_pre_hook(lambda *_: self._fence())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take down the fence, after what is being copied."""
+        self.finish()
+        if self._handle is not None:
+            self._handle.remove()
+        self._jobs.put(None)
+
+    def may_wait(self, fenced: Collection[str]) -> frozenset[str]:
+        """Which of the tensors that only an optimizer changes need not be copied at once."""
+        return frozenset(fenced) - self._unsafe if self._rehearsed else frozenset()
+
+    def rehearse(self, tensors: Mapping[str, Tensor]) -> None:
+        """See until the next fence which of these tensors change, all of which were copied at once."""
+        if not self._rehearsed:
+            found = list(tensors.values())
+            self._rehearsal = list(tensors), found, versions_of(found)
+
+    def submit(self, copy: Copy) -> None:
+        """Begin to copy. Called by the training thread, which has passed the fence."""
+        self._current = copy
+        self._jobs.put(copy)
+
+    def finish(self) -> None:
+        """Return when no copy is under way any more."""
+        copy = self._current
+        if copy is None or os.getpid() != self._pid:
+            return  # a forked child has neither the thread nor the state that is copied
+        if not copy.done.wait(self._deadline_s):
+            copy.changed.append(copy.names[0])
+        self._unsafe.update(copy.changed)
+        self._current = None
+
+    def _fence(self) -> None:
+        """Before the step of an optimizer. Costs two looks when nothing is under way."""
+        self.finish()
+        if self._rehearsal is not None:
+            self._unsafe.update(moved(*self._rehearsal))
+            if self._unsafe:
+                log.debug("copied at once from now on, since they change outside of optimizers: %s", self._unsafe)
+            self._rehearsal, self._rehearsed = None, True
+
+    def _serve(self) -> None:
+        while (copy := self._jobs.get()) is not None:
+            copy.run()
