@@ -11,8 +11,8 @@ from torch import Tensor
 
 from unbroken.errors import UnsupportedValue
 from unbroken.layout.spread import Spread, Stretch
-from unbroken.state.captured import Captured, LiveTensor
-from unbroken.state.draft import Draft, Phase
+from unbroken.state.captured import Captured, LiveTensor, SavedTensor
+from unbroken.state.draft import Draft, Phase, count_and_name
 from unbroken.state.names import ParameterNames, Slot, fresh_like, reason_not_storable
 from unbroken.state.sharding import local_of, spread_of
 
@@ -25,7 +25,7 @@ def capture_gradients(captured: Captured, parameters: ParameterNames, *, accumul
 
     Raises UnsupportedValue for a sparse gradient while accumulating.
     """
-    present = [slot for slot in parameters.parameters() if slot.tensor.grad is not None]
+    present = [slot for slots in parameters.parameters() for slot in slots if slot.tensor.grad is not None]
     captured.values[ROOT] = {"kind": KIND, "accumulating": accumulating, "present": [slot.name for slot in present]}
     if not accumulating:
         return
@@ -39,7 +39,7 @@ def capture_gradients(captured: Captured, parameters: ParameterNames, *, accumul
             raise UnsupportedValue(
                 f"the gradient of {slot.name} is {problem}: save between two optimizer steps instead"
             )
-        captured.tensors[f"{ROOT}/{slot.name}"] = LiveTensor(local_of(gradient).detach(), _spread_of(gradient, slot))
+        captured.tensors[f"{ROOT}/{slot.name}"] = LiveTensor(_local_of(gradient, slot), _spread_of(gradient, slot))
 
 
 def prepare_gradients(draft: Draft, parameters: ParameterNames) -> None:
@@ -50,23 +50,37 @@ def prepare_gradients(draft: Draft, parameters: ParameterNames) -> None:
         draft.warnings.append("gradients are not restored: the checkpoint has none for this rank")
         return
     present = set(value["present"])
-    for slot in parameters.parameters():
-        parameter = slot.tensor
-        saved_as = [name for name in parameters.names_of(parameter) if name in present]
-        present.difference_update(saved_as)
-        if not saved_as:
+    for slots in parameters.parameters():
+        parameter = slots[0].tensor
+        found: list[tuple[str, Slot]] = []
+        for slot in slots:
+            saved_as = [name for name in parameters.names_of(parameter, slot.part) if name in present]
+            present.difference_update(saved_as)
+            found += [(f"{ROOT}/{saved_as[0]}", slot)] if saved_as else []
+        if not found:
             draft.then(Phase.GRADIENTS, lambda parameter=parameter: _set(parameter, None))  # type: ignore[misc]
         elif not value["accumulating"]:
             draft.then(Phase.GRADIENTS, lambda parameter=parameter: _set_zeros(parameter))  # type: ignore[misc]
+        elif slots[0].part is None:
+            _prepare_one(draft, *found[0])
         else:
-            _prepare_one(draft, f"{ROOT}/{saved_as[0]}", slot)
+            _prepare_parts(draft, found)
 
 
 def _spread_of(gradient: Tensor, slot: Slot) -> Spread | None:
     """A gradient beside a shard is summed over ranks and cut like it; any other is this rank's own."""
-    if isinstance(slot.spread, Stretch) and gradient.shape == slot.tensor.shape:
+    if isinstance(slot.spread, Stretch) and slot.spread.cutting is not None and gradient.shape == slot.tensor.shape:
         return slot.spread
     return spread_of(gradient)
+
+
+def _local_of(gradient: Tensor, slot: Slot) -> Tensor:
+    """What is stored of it; of a part that is this rank's own, in the shape that it has in other layouts."""
+    if slot.part is None:
+        return local_of(gradient).detach()
+    spread = _spread_of(gradient, slot)
+    part = slot.part.of(gradient)
+    return part if spread is not None or slot.spread is None else part.view(slot.spread.shape)
 
 
 def _prepare_one(draft: Draft, name: str, slot: Slot) -> None:
@@ -78,7 +92,35 @@ def _prepare_one(draft: Draft, name: str, slot: Slot) -> None:
         shape = tuple(parameter.shape)
     # Never the live gradient: it may be a view into a bucket, which the replay of `buckets` writes over.
     target = fresh_like(parameter, saved.dtype, shape, parameter.device)
+    if _is_unreduced(draft, name, saved, _spread_of(target, slot)):
+        return
     draft.fill(name, local_of(target), _spread_of(target, slot))
+    draft.then(Phase.GRADIENTS, lambda: _set(parameter, target))
+
+
+def _is_unreduced(draft: Draft, name: str, saved: SavedTensor, spread: Spread | None) -> bool:
+    """True (and noted) if each rank had partial sums of its own, of which no rank can keep only a shard."""
+    if saved.own and spread is not None:
+        draft.differing.append(f"{name} is sharded, and was each rank's own, not reduced yet")
+        return True
+    return False
+
+
+@torch.no_grad()
+def _prepare_parts(draft: Draft, found: list[tuple[str, Slot]]) -> None:
+    """The gradient of a flat parameter; zero is added to where a part had none, as FSDP does for one that is unused."""
+    parameter = found[0][1].tensor
+    dtypes = {saved.dtype for name, _ in found if (saved := draft.saved(name)) is not None}
+    if len(dtypes) != 1:
+        if dtypes:
+            draft.differing.append(f"gradients of {count_and_name([name for name, _ in found])} are of several dtypes")
+        return
+    target = torch.zeros_like(parameter, dtype=dtypes.pop())
+    for name, slot in found:
+        saved = draft.saved(name)
+        if saved is None or _is_unreduced(draft, name, saved, _spread_of(target, slot)):
+            continue
+        draft.fill(name, _local_of(target, slot), _spread_of(target, slot))
     draft.then(Phase.GRADIENTS, lambda: _set(parameter, target))
 
 
