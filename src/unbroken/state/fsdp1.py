@@ -4,7 +4,8 @@ With `use_orig_params=True` each parameter of the module is a flat view of what 
 is only the flat parameter, registered as `_flat_param`, of which each parameter is a part. Which part that is stands in
 private attributes of torch, all of them read here: `FullyShardedDataParallel._handle.flat_param` with `_is_flat_param`,
 `_params`, `_param_infos`, `_shared_param_infos`, `_param_extensions`, `_fqns`, `_shapes`, `_strides`,
-`_numels_with_padding`, `_is_padding_mask` and `_unpadded_unsharded_size` (torch 2.6 to 2.13,
+`_numels_with_padding`, `_is_padding_mask`, `_unpadded_unsharded_size` and `_full_param_padded`, and `_handle` itself
+with `uses_sharded_strategy`, `needs_unshard`, `reshard` and `post_reshard` (torch 2.6 to 2.13,
 `torch/distributed/fsdp/_flat_param.py`).
 """
 
@@ -86,6 +87,23 @@ class Sharded:
         for info in flat._shared_param_infos:
             first = self.flattened[id(info.prim_module)][info.prim_param_name]
             self.flattened.setdefault(id(info.module), {})[info.param_name] = first
+
+
+def drop_gathered(module: Any) -> None:
+    """Free the whole values that a forward without a backward leaves: the next one would not see those restored."""
+    handle = module._handle
+    if handle is not None and hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard():
+        handle.reshard(True)
+        handle.post_reshard()
+
+
+def is_gathered(module: Any) -> bool:
+    """True from a forward to its backward, if whole values stand in for parameters till then (SHARD_GRAD_OP)."""
+    flat = module._handle.flat_param if module._handle is not None else None
+    if flat is None or flat._params is None:
+        return False
+    registered = [info.module._parameters.get(info.param_name) for info in flat._param_infos]
+    return any(tensor is not None and not tensor.is_leaf for tensor in registered)
 
 
 def _refuse_unordered(flat: Any, name: str) -> None:
