@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/fsdp1.py --out runs/fsdp1 --steps 60 --every 10    # on four ranks
     unbroken prove --nproc 4 --trials 5 -- examples/fsdp1.py --out {out} --steps 60         # see that nothing changes
 
-With --flat the optimizer holds FSDP1's flat parameters (`use_orig_params=False`); each parameter is saved by its name all
-the same. New code takes `fully_shard` (fsdp2.py). All of them go on in the same directory.
+With --flat the optimizer holds FSDP1's flat parameters (`use_orig_params=False`); each parameter is saved by its name
+all the same. New code takes `fully_shard` (fsdp2.py). All of them go on in the same directory.
 """
 
 import argparse
