@@ -70,6 +70,7 @@ def train(rank, world_size, directory, strategy, optimizer, begin, until):
     held = flat.numel() - flat._shard_numel_padded
     told = {"": raw(flat[:held])}
     for key, item in job.optimizer.state[flat].items():
+        assert not item.dim() or not any(raw(item[held:])), "padding"
         told[key] = raw(item[:held] if item.dim() else item), item.dtype, tuple(item.shape), item.stride(), item.device
     return told
 
