@@ -6,14 +6,17 @@ a gradient of zeros gives 0.0, but stays -0.0 where there was none.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from unbroken.errors import UnsupportedValue
-from unbroken.layout.spread import Spread, Stretch
-from unbroken.state.captured import Captured, LiveTensor
+from unbroken.layout.spread import Cuts, Spread, Stretch
+from unbroken.state.captured import Captured, Json, LiveTensor
 from unbroken.state.draft import Draft, Phase
 from unbroken.state.names import ParameterNames, Slot, fresh_like, reason_not_storable
+from unbroken.state.placements import empty_beside, is_partial, placed_beside
 from unbroken.state.sharding import local_of, spread_of
 
 ROOT = "gradients"
@@ -26,13 +29,18 @@ def capture_gradients(captured: Captured, parameters: ParameterNames, *, accumul
     Raises UnsupportedValue for a sparse gradient while accumulating.
     """
     present = [slot for slot in parameters.parameters() if slot.tensor.grad is not None]
-    captured.values[ROOT] = {"kind": KIND, "accumulating": accumulating, "present": [slot.name for slot in present]}
+    value: dict[str, Any] = {"kind": KIND, "accumulating": accumulating, "present": [slot.name for slot in present]}
+    captured.values[ROOT] = value
     if not accumulating:
         return
     for slot in present:
         gradient = slot.tensor.grad
         assert gradient is not None
-        problem = reason_not_storable(gradient)
+        told = placed_beside(gradient, slot.tensor)
+        if told is not None:
+            value.setdefault("placements", {})[slot.name] = told
+        # Partial sums are each rank's own.
+        problem = reason_not_storable(local_of(gradient) if is_partial(told) else gradient)
         if isinstance(slot.spread, Stretch) and gradient.shape != slot.tensor.shape:
             problem = "not reduced yet (no_sync), and unsharded"
         if problem is not None:
@@ -59,7 +67,7 @@ def prepare_gradients(draft: Draft, parameters: ParameterNames) -> None:
         elif not value["accumulating"]:
             draft.then(Phase.GRADIENTS, lambda parameter=parameter: _set_zeros(parameter))  # type: ignore[misc]
         else:
-            _prepare_one(draft, f"{ROOT}/{saved_as[0]}", slot)
+            _prepare_one(draft, f"{ROOT}/{saved_as[0]}", slot, value.get("placements", {}).get(saved_as[0]))
 
 
 def _spread_of(gradient: Tensor, slot: Slot) -> Spread | None:
@@ -69,7 +77,7 @@ def _spread_of(gradient: Tensor, slot: Slot) -> Spread | None:
     return spread_of(gradient)
 
 
-def _prepare_one(draft: Draft, name: str, slot: Slot) -> None:
+def _prepare_one(draft: Draft, name: str, slot: Slot, told: Json | None) -> None:
     saved = draft.saved(name)
     if saved is None:
         return
@@ -77,9 +85,19 @@ def _prepare_one(draft: Draft, name: str, slot: Slot) -> None:
     if isinstance(slot.spread, Stretch) and shape == slot.spread.shape:
         shape = tuple(parameter.shape)
     # Never the live gradient: it may be a view into a bucket, which the replay of `buckets` writes over.
-    target = fresh_like(parameter, saved.dtype, shape, parameter.device)
+    whole = tuple(parameter.shape) if is_partial(told) else shape
+    target = empty_beside(told, parameter, whole, saved.dtype)
+    if saved.own and (_is_part(_spread_of(parameter, slot)) or is_partial(told)) and target is None:
+        draft.differing.append(f"{name} is what this rank had summed alone, and cannot be had in another layout")
+        return
+    if target is None:
+        target = fresh_like(parameter, saved.dtype, shape, parameter.device)
     draft.fill(name, local_of(target), _spread_of(target, slot))
     draft.then(Phase.GRADIENTS, lambda: _set(parameter, target))
+
+
+def _is_part(spread: Spread | None) -> bool:
+    return bool(spread.order) if isinstance(spread, Cuts) else spread is not None and spread.cutting is not None
 
 
 def _set(parameter: Tensor, gradient: Tensor | None) -> None:

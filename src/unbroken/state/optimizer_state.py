@@ -19,6 +19,7 @@ from unbroken.state.captured import Captured, Json, LiveTensor, SavedTensor
 from unbroken.state.codec import encode
 from unbroken.state.draft import Draft, device_of_kind
 from unbroken.state.names import fresh_like, reason_not_storable
+from unbroken.state.placements import empty_beside, placed_beside
 from unbroken.state.sharding import beside, is_dtensor, local_of, spread_of
 
 WITH_PARAMETER = "parameter"
@@ -74,6 +75,9 @@ def capture_state(captured: Captured, path: str, owner: Owner, state: Mapping[An
             continue
         shared.names[id(item)] = f"{path}/{key}"
         value["tensors"][key] = _where(key, item, owner)
+        told = placed_beside(item, owner.parameter)
+        if told is not None:
+            value.setdefault("placements", {})[key] = told
         captured.tensors[f"{path}/{key}"] = LiveTensor(local_of(item).detach(), _spread_of(item, owner))
     tensors: dict[str, Tensor] = {}
     value["rest"] = encode(rest, path, tensors, text=f"the state of {owner.name} in {path.partition('/')[0]}")
@@ -113,7 +117,8 @@ class StateRestore:
             name = f"{path}/{key}"
             saved = draft.saved(name)
             if saved is not None:
-                target = _target(key, saved, where, owner, live.get(key), shared)
+                told = value.get("placements", {}).get(key)
+                target = _target(key, saved, where, owner, live.get(key), shared, told)
                 draft.fill(name, local_of(target), _spread_of(target, owner))
                 shared.claim(name, target)
         self._value = value
@@ -130,7 +135,9 @@ class StateRestore:
         return {**own, **rest}
 
 
-def _target(key: str, saved: SavedTensor, where: str, owner: Owner, live: object, shared: Shared) -> Tensor:
+def _target(
+    key: str, saved: SavedTensor, where: str, owner: Owner, live: object, shared: Shared, told: Json | None
+) -> Tensor:
     parameter = owner.parameter
     device = parameter.device if where == WITH_PARAMETER else device_of_kind(where)
     shape = tuple(saved.shape)
@@ -144,6 +151,9 @@ def _target(key: str, saved: SavedTensor, where: str, owner: Owner, live: object
         and not shared.is_claimed(live)
     ):
         return live
+    placed = None if saved.own else empty_beside(told, parameter, shape, saved.dtype)
+    if placed is not None:
+        return placed
     # What was a rank's own was plain; a counter is, also beside a parameter that is a scalar itself.
     if is_dtensor(parameter) and (saved.own or (not shape and key == "step")):
         return torch.empty(shape, dtype=saved.dtype, device=device)
