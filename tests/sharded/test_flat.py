@@ -167,7 +167,7 @@ def test_partial_gradients_that_no_rank_reduced_do_not_go_into_shards(ranks, tmp
     for layout in ("fsdp1_flat", "fsdp1", "fsdp2"):
         for result in ranks.run(f"{MODULE}:half_a_window", 4, str(tmp_path), layout, False):
             assert isinstance(result, Raised) and result.kind == "StateMismatch", result
-            assert "is sharded, and was each rank's own, not reduced yet" in result.text
+            assert "is what this rank had summed alone, and cannot be had in another layout" in result.text
 
 
 def save_uneven(rank, world_size, directory, steps):

@@ -21,6 +21,7 @@ from unbroken.state.codec import encode
 from unbroken.state.draft import Draft, device_of_kind
 from unbroken.state.names import fresh_like, reason_not_storable
 from unbroken.state.parts import Part
+from unbroken.state.placements import empty_beside, placed_beside
 from unbroken.state.sharding import beside, is_dtensor, local_of, spread_of
 
 WITH_PARAMETER = "parameter"
@@ -92,6 +93,9 @@ def capture_state(captured: Captured, path: str, owner: Owner, state: Mapping[An
             continue
         shared.names.setdefault(id(item), f"{path}/{key}")
         value["tensors"][key] = _where(key, item, owner)
+        told = placed_beside(item, owner.parameter)
+        if told is not None:
+            value.setdefault("placements", {})[key] = told
         captured.tensors[f"{path}/{key}"] = LiveTensor(owner.of(item), _spread_of(item, owner))
     tensors: dict[str, Tensor] = {}
     value["rest"] = encode(rest, path, tensors, text=f"the state of {owner.name} in {path.partition('/')[0]}")
@@ -144,7 +148,8 @@ class StateRestore:
             name = f"{path}/{key}"
             saved = draft.saved(name)
             if saved is not None:
-                target = _target(key, saved, where, owner, live.get(key), shared)
+                told = value.get("placements", {}).get(key)
+                target = _target(key, saved, where, owner, live.get(key), shared, told)
                 draft.fill(name, owner.of(target), _spread_of(target, owner))
                 shared.claim(name, target)
         self._value = value
@@ -161,19 +166,28 @@ class StateRestore:
         return {**own, **rest}
 
 
-def _target(key: str, saved: SavedTensor, where: str, owner: Owner, live: object, shared: Shared) -> Tensor:
+def _target(
+    key: str, saved: SavedTensor, where: str, owner: Owner, live: object, shared: Shared, told: Json | None
+) -> Tensor:
     shape = tuple(saved.shape)
     if isinstance(owner.spread, Stretch) and shape == owner.spread.shape and not saved.own:
         shape = tuple(owner.parameter.shape)
-    return target_of(key, saved, shape, where, owner, live, shared)
+    return target_of(key, saved, shape, where, owner, live, shared, told)
 
 
 def target_of(
-    key: str, saved: SavedTensor, shape: tuple[int, ...], where: str, owner: Owner, live: object, shared: Shared
+    key: str,
+    saved: SavedTensor,
+    shape: tuple[int, ...],
+    where: str,
+    owner: Owner,
+    live: object,
+    shared: Shared,
+    told: Json | None = None,
 ) -> Tensor:
     """The live state tensor if it is of the saved dtype, of this shape and in its place; else one without values.
 
-    shape  of what this rank has of it
+    shape  of what this rank has of it; told  how it was placed, if not like the parameter
     """
     parameter = owner.parameter
     device = parameter.device if where == WITH_PARAMETER else device_of_kind(where)
@@ -185,6 +199,9 @@ def target_of(
         and not shared.is_claimed(live)
     ):
         return live
+    placed = None if saved.own else empty_beside(told, parameter, shape, saved.dtype)
+    if placed is not None:
+        return placed
     # What was a rank's own was plain; a counter is, also beside a parameter that is a scalar itself.
     if is_dtensor(parameter) and (saved.own or (not shape and key == "step")):
         return torch.empty(shape, dtype=saved.dtype, device=device)
