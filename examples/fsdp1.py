@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/fsdp1.py --out runs/fsdp1 --steps 60 --every 10    # on four ranks
     unbroken prove --nproc 4 --trials 5 -- examples/fsdp1.py --out {out} --steps 60         # see that nothing changes
 
-`use_orig_params=True` leaves the parameters their names, which is what their parts are saved by. New code takes
-`fully_shard` (fsdp2.py), and goes on in the same directory.
+With --flat the optimizer holds FSDP1's flat parameters (`use_orig_params=False`); each parameter is saved by its name
+all the same. New code takes `fully_shard` (fsdp2.py). All of them go on in the same directory.
 """
 
 import argparse
@@ -28,6 +28,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="runs/fsdp1", help="run directory; all nodes must share it")
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+parser.add_argument("--flat", action="store_true", help="use_orig_params=False")
 parser.add_argument("--dropout", type=float, default=0.1)
 args = parser.parse_args()
 
@@ -77,7 +78,7 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 
 torch.manual_seed(1337)
 model = FullyShardedDataParallel(
-    GPT(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device(device)
+    GPT(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=not args.flat, device_id=torch.device(device)
 )
 torch.manual_seed(1337 + rank)  # every rank its own dropout
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)

@@ -6,8 +6,9 @@ rank of each kind tells its tensors in detail, and the coordinator finds
 
 - what only some of the ranks of a mesh have, or what replicas have with other values: each holder stores its own
   (`apart`); a shard, which nobody has whole, cannot be stored so, and is an error;
-- names that two meshes use (two pipeline stages that both register `model`): all who hold such a tensor tell a digest
-  of it. Equal bytes are replicas, and one mesh writes them; other bytes are an error. None is picked (invariant 8).
+- names that two meshes use (two pipeline stages that both register `model`): all who hold such a tensor tell which
+  boxes, and then a digest of each part that boxes of the meshes have in common, however each cuts it. Equal bytes are
+  replicas, and one mesh writes them; other bytes are an error. None is picked (invariant 8).
 
 Pure functions of messages; who sends them is told in `commit` and `session`.
 """
@@ -15,14 +16,19 @@ Pure functions of messages; who sends them is told in `commit` and `session`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 import xxhash
 
 from unbroken.image.digest import digest_text
+from unbroken.layout.boxes import Box, intersect
 from unbroken.layout.spread import Cuts, holding
-from unbroken.snapshot import as_bytes, digest_replicas, structure_of
+from unbroken.snapshot import as_bytes, digest_replicas, held_boxes, structure_of
 from unbroken.state.captured import Captured
+
+Range: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""A box as it travels: where it begins and ends."""
 
 
 class Entered(msgspec.Struct):
@@ -66,9 +72,16 @@ class Details(msgspec.Struct):
 
 
 class Held(msgspec.Struct):
-    """What one rank holds of contested tensors: by full name, its boxes as text and a digest of their values."""
+    """What one rank holds of contested tensors."""
 
-    tensors: dict[str, tuple[str, str]] = {}
+    tensors: dict[str, tuple[str, list[Range]]] = {}
+    """By full name: dtype and whole shape, and the boxes."""
+
+
+class Values(msgspec.Struct):
+    """Digests of what one rank holds of contested tensors, by `part_key`."""
+
+    parts: dict[str, str] = {}
 
 
 class CommonPlan(msgspec.Struct):
@@ -77,7 +90,9 @@ class CommonPlan(msgspec.Struct):
     ask: list[int] = []
     """These ranks are to send their `Details`; then the answer comes."""
     contested: list[str] = []
-    """All ranks are to send what they hold of these; then the answer comes."""
+    """All ranks are to send which boxes they hold of these; then `parts` come."""
+    parts: dict[str, list[Range]] = {}
+    """Contested names -> boxes whose digests all holders are to send; then the answer comes."""
     apart: list[str] = []
     """Tensors that only some ranks hold or that differ; each holder stores its own."""
     ceded: dict[str, str] = {}
@@ -120,15 +135,34 @@ def details_of(captured: Captured, rank: int, check_values: bool) -> Details:
 
 
 def held_of(captured: Captured, rank: int, contested: Collection[str]) -> Held:
-    """What this rank holds of contested tensors."""
+    """Which boxes this rank holds of contested tensors."""
     held = Held()
     for name in contested:
         live = captured.tensors.get(name)
         if live is not None and live.spread is not None:
-            boxes = str([(box.begin, box.end) for box in live.spread.boxes_of(rank)])
-            digest = xxhash.xxh3_128_hexdigest(as_bytes(live.tensor).cpu().numpy().data)
-            held.tensors[name] = (f"{live.tensor.dtype} {live.shape} {boxes}", digest)
+            boxes = [(box.begin, box.end) for box in live.spread.boxes_of(rank)]
+            held.tensors[name] = (f"{live.tensor.dtype} {live.shape}", boxes)
     return held
+
+
+def values_of(captured: Captured, rank: int, parts: Mapping[str, Sequence[Range]]) -> Values:
+    """Digests of those parts that this rank holds."""
+    values = Values()
+    for name, ranges in parts.items():
+        live = captured.tensors.get(name)
+        if live is None or live.spread is None:
+            continue
+        for box, tensor in held_boxes(live.tensor.detach(), live.spread, rank):
+            for part in (Box(*each) for each in ranges):
+                if intersect(part, box) == part:
+                    data = as_bytes(tensor[part.slices(box)]).cpu().numpy().data
+                    values.parts[part_key(name, part)] = xxhash.xxh3_128_hexdigest(data)
+    return values
+
+
+def part_key(name: str, part: Box) -> str:
+    """What a part of a contested tensor is called in messages."""
+    return f"{name} {part.begin}-{part.end}"
 
 
 def ranks_to_ask(entries: Sequence[Entered]) -> list[int]:
@@ -203,7 +237,7 @@ def _compare_values(plan: CommonPlan, details: Mapping[int, Details]) -> None:
                 told.setdefault((name, claim.holders), {})[rank] = claim
     for (name, holders), claims in sorted(told.items()):
         odd = minority({rank: claim.digest for rank, claim in claims.items()})
-        if not odd or name in plan.apart:
+        if not odd or name in plan.apart or name in plan.contested:  # `settle` tells of the latter
             continue
         line = f"{name} on rank(s) {spell(odd)}"
         if all(claim.whole for claim in claims.values()):
@@ -213,38 +247,61 @@ def _compare_values(plan: CommonPlan, details: Mapping[int, Details]) -> None:
             plan.error = plan.error or f"ranks {holders} hold the same shard and other values: {line}"
 
 
-def settle(
-    contested: Sequence[str], structures: Sequence[str], details: Mapping[int, Details], held: list[Held]
-) -> CommonPlan:
-    """Who writes tensors whose name several meshes use, or an error if they are not the same.
+def divide(contested: Sequence[str], details: Mapping[int, Details], held: Sequence[Held]) -> CommonPlan:
+    """The parts by which holders of contested tensors compare values, or an error if shapes or dtypes differ.
 
     held  by rank
     """
     plan = CommonPlan()
-    by_structure = {structures[rank]: told for rank, told in details.items()}
     for name in contested:
-        boxes: dict[str, dict[int, str]] = {}
-        for rank, told in enumerate(held):
-            if name in told.tensors:
-                box, digest = told.tensors[name]
-                boxes.setdefault(box, {})[rank] = digest
-        claims = [each.tensors[name] for each in by_structure.values() if name in each.tensors]
-        writers = min({claim.mesh for claim in claims}, key=lambda mesh: min(_ranks_of(mesh, by_structure.values())))
-        ranks = set(_ranks_of(writers, by_structure.values()))
-        if any(len(set(digests.values())) > 1 or not ranks & set(digests) for digests in boxes.values()):
-            holders = [spell(_ranks_of(mesh, by_structure.values())) for mesh in sorted({c.mesh for c in claims})]
-            plan.error = (
-                f"{name} is one thing on ranks {' and another on ranks '.join(holders)}; give the parts of the model "
-                "names of their own (a pipeline stage keeps the layers' names of the whole model)"
-            )
-            plan.mistake = True
-            return plan
-        plan.ceded[name] = writers
+        meshes = _meshes_of(name, details)
+        kinds = {held[rank].tensors[name][0] for ranks in meshes.values() for rank in ranks}
+        if len(kinds) > 1:
+            return _two_things(name, meshes.values())
+        cuts = [{box for rank in ranks for box in held[rank].tensors[name][1]} for ranks in meshes.values()]
+        plan.parts[name] = _common_parts(cuts)
     return plan
 
 
-def _ranks_of(mesh: str, details: Iterable[Details]) -> list[int]:
-    return next(told.meshes[mesh] for told in details if mesh in told.meshes)
+def _common_parts(cuts: Sequence[set[Range]]) -> list[Range]:
+    """The boxes that every given set of boxes is made of; each set covers one whole tensor."""
+    first, *others = cuts
+    parts = {Box(*each) for each in first}
+    for other in others:
+        boxes = {Box(*each) for each in other}
+        if boxes != parts:
+            parts = {shared for box in boxes for part in parts if (shared := intersect(box, part)) is not None}
+    return sorted((part.begin, part.end) for part in parts if part.numel)
+
+
+def settle(parts: Mapping[str, list[Range]], details: Mapping[int, Details], values: Sequence[Values]) -> CommonPlan:
+    """Who writes tensors whose name several meshes use, or an error if they are not the same.
+
+    parts  as `divide` made them; values  by rank
+    """
+    plan = CommonPlan(parts=dict(parts))
+    for name, ranges in parts.items():
+        meshes = _meshes_of(name, details)
+        for part in (Box(*each) for each in ranges):
+            if len({told.parts[part_key(name, part)] for told in values if part_key(name, part) in told.parts}) > 1:
+                return _two_things(name, meshes.values())
+        plan.ceded[name] = min(meshes, key=lambda mesh: min(meshes[mesh]))
+    return plan
+
+
+def _meshes_of(name: str, details: Mapping[int, Details]) -> dict[str, list[int]]:
+    """The ranks of each mesh that a tensor lies on, by the key of the mesh."""
+    claims = ((told, told.tensors[name]) for told in details.values() if name in told.tensors)
+    return {claim.mesh: told.meshes[claim.mesh] for told, claim in claims}
+
+
+def _two_things(name: str, meshes: Iterable[list[int]]) -> CommonPlan:
+    holders = " and another on ranks ".join(spell(ranks) for ranks in sorted(meshes))
+    error = (
+        f"{name} is one thing on ranks {holders}; give the parts of the model names of their own (a pipeline stage "
+        "keeps the layers' names of the whole model), or keep what is meant to be one thing equal on all of them"
+    )
+    return CommonPlan(error=error, mistake=True)
 
 
 def odd_ranks(votes: Sequence[Mapping[str, str]]) -> list[int]:

@@ -33,7 +33,9 @@ from unbroken.agreement import (
     Details,
     Entered,
     Held,
+    Values,
     compare_details,
+    divide,
     odd_ranks,
     ranks_to_ask,
     settle,
@@ -231,8 +233,12 @@ class Coordinator:
         self.channel.post(f"{save.phase}/plan-in-detail", msgspec.json.encode(plan))
         if plan.contested and not plan.error:
             held = [msgspec.json.decode(data, type=Held) for data in self._collect(save, "held", self.deadline_s)]
-            settled = settle(plan.contested, structures, details, held)
-            self.channel.post(f"{save.phase}/plan-settled", msgspec.json.encode(settled))
+            divided = divide(plan.contested, details, held)
+            self.channel.post(f"{save.phase}/plan-divided", msgspec.json.encode(divided))
+            if not divided.error:
+                told = self._collect(save, "values", self.deadline_s)
+                settled = settle(divided.parts, details, [msgspec.json.decode(data, type=Values) for data in told])
+                self.channel.post(f"{save.phase}/plan-settled", msgspec.json.encode(settled))
 
     def _gather_votes(self, save: SaveId) -> list[Vote]:
         votes = [msgspec.json.decode(data, type=Vote) for data in self._collect(save, "vote", self.write_deadline_s)]

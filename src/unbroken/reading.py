@@ -20,9 +20,10 @@ from unbroken import faultpoints
 from unbroken.blocks import Landing, read_blocks
 from unbroken.image.header import dtype_of
 from unbroken.layout.boxes import Box, intersect, offset_in, whole
-from unbroken.layout.spread import Spread, Stretch
+from unbroken.layout.spread import Spread
 from unbroken.manifest import FileRecord, Manifest, PieceRecord, TensorRecord, box_of
 from unbroken.pieces import Pieces
+from unbroken.snapshot import held_boxes
 from unbroken.store.local import LocalStore
 
 RUN_BYTES = 8 << 20
@@ -76,14 +77,7 @@ def targets_of(tensor: torch.Tensor, spread: Spread | None, rank: int) -> list[T
     """Where a tensor goes, of which `rank` holds what its `spread` says, or all."""
     if spread is None:
         return [Target(tensor, whole(tuple(tensor.shape)))]
-    boxes = spread.boxes_of(rank)
-    if not isinstance(spread, Stretch):
-        return [Target(tensor, boxes[0])]
-    targets, offset = [], 0
-    for box in boxes:
-        targets.append(Target(tensor[offset : offset + box.numel].view(box.shape), box))
-        offset += box.numel
-    return targets
+    return [Target(view, box) for box, view in held_boxes(tensor, spread, rank)]
 
 
 @torch.no_grad()

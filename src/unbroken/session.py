@@ -18,7 +18,17 @@ from typing import Any, Literal
 import msgspec
 
 from unbroken import faultpoints, generations
-from unbroken.agreement import CommonPlan, Details, Entered, Held, details_of, entry_of, held_of
+from unbroken.agreement import (
+    CommonPlan,
+    Details,
+    Entered,
+    Held,
+    Values,
+    details_of,
+    entry_of,
+    held_of,
+    values_of,
+)
 from unbroken.candidates import first_manifest
 from unbroken.cluster import Channel, Cluster, connect
 from unbroken.commit import Coordinator, Outcome, SaveId
@@ -265,8 +275,7 @@ class Session:
         """The same of tensors whose name several meshes use."""
         if self.settings.check_replicas != "always":
             return {}
-        held = held_of(captured, self.cluster.rank, self._common.ceded)
-        return {f"{name} {box}": digest for name, (box, digest) in held.tensors.items()}
+        return dict(values_of(captured, self.cluster.rank, self._common.parts).parts)
 
     def _common_plan(self, save: SaveId, captured: Captured) -> CommonPlan:
         """Compare shared tensors with all ranks: what is not common, and who writes what several hold (invariant 8)."""
@@ -279,8 +288,13 @@ class Session:
             plan = self._read_plan(save, "plan-in-detail")
         if plan.contested and not plan.error:
             self._answer(save, "held", held_of(captured, rank, plan.contested))
-            settled = self._read_plan(save, "plan-settled")
-            plan = msgspec.structs.replace(plan, ceded=settled.ceded, error=settled.error, mistake=settled.mistake)
+            settled = self._read_plan(save, "plan-divided")
+            if not settled.error:
+                self._answer(save, "values", values_of(captured, rank, settled.parts))
+                settled = self._read_plan(save, "plan-settled")
+            plan = msgspec.structs.replace(
+                settled, contested=plan.contested, apart=plan.apart, differing=plan.differing
+            )
         if plan.error:
             mistake = ReplicasDiffer if plan.contested else UsageError
             raise (mistake if plan.mistake else SaveFailed)(plan.error)
@@ -301,7 +315,7 @@ class Session:
         )
         return msgspec.json.decode(data, type=CommonPlan)
 
-    def _answer(self, save: SaveId, what: str, answer: Details | Held) -> None:
+    def _answer(self, save: SaveId, what: str, answer: Details | Held | Values) -> None:
         self.channel.post(f"{save.phase}/{what}/{self.cluster.rank}", msgspec.json.encode(answer))
 
     def _enter(self, save: SaveId, entered: Entered) -> None:

@@ -18,7 +18,7 @@ from unbroken.image.header import dtype_name
 from unbroken.image.image import Arena, ImageLayout, TensorSpec, lay_out
 from unbroken.layout.boxes import Box, name_of_part, whole
 from unbroken.layout.ownership import Extent, share_out, spread_evenly
-from unbroken.layout.spread import Cuts, Stretch
+from unbroken.layout.spread import Cuts, Spread, Stretch
 from unbroken.manifest import CutsRecord, MeshRecord, PieceRecord, TensorRecord, record_of
 from unbroken.overlap import Copy, versions_of
 from unbroken.state.captured import Captured, LiveTensor
@@ -258,6 +258,18 @@ def digest_replicas(captured: Captured, rank: int, names: Collection[str]) -> di
     for (group, name, _), total in zip(sums, totals, strict=True):
         digests.setdefault(group, {})[name] = f"{total:x}"
     return digests
+
+
+def held_boxes(tensor: torch.Tensor, spread: Spread, rank: int) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes that `rank` holds of a tensor, each with the view of the live `tensor` that is it."""
+    boxes = spread.boxes_of(rank)
+    if not isinstance(spread, Stretch):
+        return [(boxes[0], tensor)]
+    found, offset = [], 0
+    for box in boxes:
+        found.append((box, tensor[offset : offset + box.numel].view(box.shape)))
+        offset += box.numel
+    return found
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -88,6 +88,14 @@ class _Group(msgspec.Struct):
     shared: dict[str, str]
 
 
+class _Placed(msgspec.Struct):
+    """How a DTensor lay on the mesh of its parameter, which lay otherwise."""
+
+    mesh: list[int]
+    parameter: list[str]
+    own: list[str]
+
+
 class _ParameterState(msgspec.Struct):
     """What an optimizer keeps for one parameter."""
 
@@ -95,6 +103,7 @@ class _ParameterState(msgspec.Struct):
     tensors: dict[str, str]
     shared: dict[str, str]
     rest: Any
+    placements: dict[str, _Placed] = {}
 
 
 class _Optimizer(msgspec.Struct):
@@ -132,6 +141,7 @@ class _Gradients(msgspec.Struct):
 
     accumulating: bool
     present: list[str]
+    placements: dict[str, _Placed] = {}
 
 
 class _Tensor(msgspec.Struct):

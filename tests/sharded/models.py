@@ -85,6 +85,27 @@ def hybrid_fsdp1(net: Net) -> nn.Module:
     )
 
 
+def fsdp1_flat(net: Net) -> nn.Module:
+    """FSDP1 as it is by default: the optimizer holds flat parameters of several. What is frozen lies by itself."""
+    net.up = FullyShardedDataParallel(net.up, device_id=CPU)
+    net.frozen = FullyShardedDataParallel(net.frozen, device_id=CPU)
+    return FullyShardedDataParallel(net, device_id=CPU)
+
+
+def hybrid_fsdp1_flat(net: Net) -> nn.Module:
+    """Two replicas of flat shards."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_id": CPU, "device_mesh": mesh}
+    net.frozen = FullyShardedDataParallel(net.frozen, **options)
+    return FullyShardedDataParallel(net, **options)
+
+
+def whole_fsdp1_flat(net: Net) -> nn.Module:
+    """Flat parameters that every rank holds whole."""
+    net.frozen = FullyShardedDataParallel(net.frozen, sharding_strategy=ShardingStrategy.NO_SHARD, device_id=CPU)
+    return FullyShardedDataParallel(net, sharding_strategy=ShardingStrategy.NO_SHARD, device_id=CPU)
+
+
 LAYOUTS: dict[str, Callable[[Net], nn.Module]] = {
     "single": single,
     "ddp": ddp,
@@ -93,6 +114,9 @@ LAYOUTS: dict[str, Callable[[Net], nn.Module]] = {
     "two_dimensional": two_dimensional,
     "fsdp1": fsdp1,
     "hybrid_fsdp1": hybrid_fsdp1,
+    "fsdp1_flat": fsdp1_flat,
+    "hybrid_fsdp1_flat": hybrid_fsdp1_flat,
+    "whole_fsdp1_flat": whole_fsdp1_flat,
 }
 
 
@@ -128,12 +152,33 @@ class Job:
         return found
 
     def _content_of_fsdp1(self) -> dict[str, bytes]:
-        """Weights only: FSDP1 gathers nothing else on the CPU."""
+        """Weights, which are all that FSDP1 gathers on the CPU; of flat parameters the moments, too."""
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
-            return {
+            found = {
                 name.replace("_fsdp_wrapped_module.", ""): raw(p.detach().clone())
                 for name, p in self.model.named_parameters()
             }
+        return found | gathered_moments(self.model, self.optimizer)
+
+
+def gathered_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    """The state of flat parameters by the names of their parts, gathered without what is tested."""
+    found = {}
+    for name, module in model.named_modules():
+        flat = module._handle.flat_param if isinstance(module, FullyShardedDataParallel) and module._handle else None
+        for key, item in optimizer.state.get(flat, {}).items() if flat is not None and flat._params is None else ():
+            whole = item
+            if item.dim() and module._handle.uses_sharded_strategy:
+                pieces = [torch.empty_like(item) for _ in range(module.process_group.size())]
+                dist.all_gather(pieces, item, module.process_group)
+                whole = torch.cat(pieces)
+            offset = 0
+            for fqn, numel in zip(flat._fqns, flat._numels, strict=True):
+                part = whole[offset : offset + numel] if item.dim() else item
+                path = f"{name}.{fqn}/{key}".replace("_fsdp_wrapped_module", "")
+                found[".".join(filter(None, path.split(".")))] = raw(part)
+                offset += numel
+    return found
 
 
 def raw(tensor: Tensor) -> bytes:

@@ -40,10 +40,13 @@ SAVED = [
     Source("two_dimensional", 4, most_pieces=1),
     Source("fsdp1", 4),
     Source("hybrid_fsdp1", 4),
+    Source("fsdp1_flat", 4),
+    Source("hybrid_fsdp1_flat", 4),
+    Source("whole_fsdp1_flat", 2),
     Source("single", 1),
 ]
 RESTORED = [(layout, world_size) for layout, world_size, most in SAVED if most > 1]
-RESTORED += [("fsdp2", 3), ("fsdp2", 2), ("fsdp1", 3), ("two_dimensional", 2)]
+RESTORED += [("fsdp2", 3), ("fsdp2", 2), ("fsdp1", 3), ("fsdp1_flat", 3), ("two_dimensional", 2)]
 
 
 def save(rank, world_size, directory, layout, most_pieces=snapshot.MOST_PIECES):
@@ -88,7 +91,8 @@ def test_a_checkpoint_of_any_layout_restores_into_this_one(ranks, saved, tmp_pat
         results = ranks.run_all_well("sharded.test_layouts:restore", world_size, str(copy), layout)
         for result in results:
             common = content.keys() & result.keys()
-            assert common == content.keys() or "fsdp1" in layout + source.layout, "of FSDP1 only weights are gathered"
+            some = any(each.endswith("fsdp1") for each in (layout, source.layout))
+            assert common == content.keys() or some, "of FSDP1 with its original parameters only weights are gathered"
             assert [name for name in common if content[name] != result[name]] == [], f"{source} -> {layout}"
 
 
@@ -107,7 +111,7 @@ def test_a_reader_that_knows_only_the_page_about_the_format_gets_every_number(sa
             name.removeprefix("model/").removeprefix("optimizer/state/"): value for name, value in tensors.items()
         }
         known = content.keys() & stored.keys()
-        assert len(known) == 7, f"{source}: the weights"
+        assert len(known) >= 7, f"{source}: the weights"
         assert {name: stored[name].tobytes() for name in known} == {name: content[name] for name in known}
 
 

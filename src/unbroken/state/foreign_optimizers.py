@@ -7,18 +7,19 @@ and groups find their state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unbroken.errors import UnsupportedValue
 from unbroken.layout.spread import Spread
 from unbroken.state.captured import Captured, Json
 from unbroken.state.codec import encode
 from unbroken.state.draft import Draft, Phase
 from unbroken.state.names import ParameterNames
-from unbroken.state.optimizer_state import capture_beside
+from unbroken.state.optimizer_state import Owner, capture_beside
 from unbroken.state.optimizers import MatchedGroup, match_groups, owners_in
 
 KIND = "optimizer with its own state_dict"
@@ -33,6 +34,7 @@ def is_foreign(optimizer: Optimizer) -> bool:
 def capture_foreign(captured: Captured, name: str, optimizer: Optimizer, parameters: ParameterNames) -> None:
     """The optimizer's `state_dict()`, with parameters named where it has the usual shape."""
     owners = owners_in(name, optimizer, parameters)
+    _refuse_parts(name, optimizer, owners)
     members = [[owner.name for owner in group] for group in owners]
     state_dict = dict(optimizer.state_dict())
     order = _order(state_dict, members)
@@ -56,6 +58,16 @@ def capture_foreign(captured: Captured, name: str, optimizer: Optimizer, paramet
         },
         "more": _encode(captured, state_dict, f"{name}/own", f"{name}.state_dict()", None),
     }
+
+
+def _refuse_parts(name: str, optimizer: Optimizer, owners: Sequence[Sequence[Owner]]) -> None:
+    """Raise for flat parameters: what a class of its own makes of them cannot be told apart by parameter."""
+    part = next((owner.name for members in owners for owner in members if owner.part is not None), None)
+    if part is not None:
+        raise UnsupportedValue(
+            f"{name}: {type(optimizer).__qualname__} has a state_dict of its own, and {part} is only a part of a flat "
+            "parameter: give FullyShardedDataParallel use_orig_params=True"
+        )
 
 
 def _encode(captured: Captured, value: object, path: str, text: str, spread: Spread | None) -> Json:
@@ -87,6 +99,7 @@ def prepare_foreign(draft: Draft, name: str, optimizer: Optimizer, parameters: P
     value = draft.value_of(name, KIND)
     if value is None:
         return
+    _refuse_parts(name, optimizer, owners_in(name, optimizer, parameters))
     matched = match_groups(draft, name, optimizer, parameters, value["members"])
     decoded_groups = draft.decoder(value["groups"])
     decoded_state = {parameter: draft.decoder(entry) for parameter, entry in value["state"].items()}

@@ -53,6 +53,7 @@ def _merge_gradients(values: Sequence[Json]) -> Json:
         "kind": values[0]["kind"],
         "accumulating": accumulating,
         "present": _union(value["present"] for value in values),
+        "placements": _first(value.get("placements", {}) for value in values),
     }
 
 

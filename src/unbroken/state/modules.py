@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from unbroken.state.captured import Captured, Json, LiveTensor
 from unbroken.state.codec import encode
 from unbroken.state.draft import Draft, Phase, count_and_name
+from unbroken.state.fsdp1 import drop_gathered, is_fsdp1, is_gathered
 from unbroken.state.names import Slot, Ties, join, walk
 
 KIND = "module"
@@ -71,6 +72,11 @@ def prepare_module(draft: Draft, name: str, module: nn.Module, slots: list[Slot]
     draft.unexpected += [f"{name}/{fqn}" for fqn in sorted(set(aliases) - live_names - set(gone))]
     _compare_frozen(draft, name, slots, set(value["parameters"]), set(value["frozen"]))
     _prepare_extra_state(draft, name, module, value["extra"])
+    for place in walk(module):
+        if is_fsdp1(place.module):
+            if is_gathered(place.module):
+                draft.differing.append(f"{name} is gathered for a backward that has not come: restore before a forward")
+            draft.then(Phase.MODULES, _calling(drop_gathered, lambda module=place.module: module))  # type: ignore[misc]
 
 
 def _compare_frozen(draft: Draft, name: str, slots: list[Slot], parameters: set[str], frozen: set[str]) -> None:

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from unbroken.errors import UnsupportedValue, UsageError
 from unbroken.layout.spread import Spread, replicated
 from unbroken.state.arrays import reason_not_plain
-from unbroken.state.fsdp1 import WRAPPED, is_fsdp1, spreads_in
+from unbroken.state.fsdp1 import WRAPPED, Sharded, is_flat, is_fsdp1
+from unbroken.state.parts import Part
 from unbroken.state.sharding import is_dtensor, local_of, reason_not_spread, spread_of
 
 _WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
@@ -50,6 +51,7 @@ class Slot:
     fqn: str
     """Within the tree, without wrappers; "" for a tensor that is registered by itself."""
     tensor: Tensor
+    """With `part`, the flat one that it is a part of."""
     is_parameter: bool
     """True for whatever may have a gradient."""
     persistent: bool
@@ -58,11 +60,13 @@ class Slot:
     """How it lies on the ranks by construction; None if it is this rank's own."""
     broadcast: bool = False
     """True for a buffer that DDP takes from rank 0 before each forward, whatever other ranks have."""
+    part: Part | None = None
+    """Where it lies in `tensor`, if that is a flat one of several parameters."""
 
     @property
     def local(self) -> Tensor:
         """What this rank holds of it."""
-        return local_of(self.tensor)
+        return local_of(self.tensor) if self.part is None else self.part.of(self.tensor)
 
     @property
     def name(self) -> str:
@@ -109,15 +113,18 @@ def slots_of(name: str, root: nn.Module) -> list[Slot]:
     """
     slots: list[Slot] = []
     ignored: dict[int, frozenset[int]] = {}
-    flat: dict[int, Spread] = {}
+    sharded = Sharded()
     for place in walk(root):
         if is_fsdp1(place.module):
-            flat.update(spreads_in(place.module, join(name, place.fqn)))
+            sharded.add(place.module, f"{name}/{place.fqn}" if place.fqn else name)
+        for own_name, found in sharded.flattened.get(id(place.module), {}).items():
+            fqn = join(place.fqn, own_name)
+            slots.append(Slot(name, fqn, found.flat, True, True, found.spread, part=found.part))
         if place.ddp is not None and id(place.ddp) not in ignored:
             ignored[id(place.ddp)] = _ignored_by(place.ddp)
         for own_name, parameter in place.module._parameters.items():
-            if parameter is not None:
-                spread = spread_of(parameter) or flat.get(id(parameter))
+            if parameter is not None and not sharded.has_parts(parameter):
+                spread = spread_of(parameter) or sharded.spreads.get(id(parameter))
                 if spread is None and place.ddp is not None and id(parameter) not in ignored[id(place.ddp)]:
                     spread = replicated_by(place.ddp, parameter)
                 slots.append(Slot(name, join(place.fqn, own_name), parameter, True, True, spread))
@@ -136,6 +143,10 @@ def check_plain(slot: Slot) -> None:
     """Raise for a tensor without values of its own."""
     if nn.parameter.is_lazy(slot.tensor):
         raise UsageError(f"{slot.name} has no shape yet: run one batch through the model before it is registered")
+    if slot.part is None and is_flat(slot.tensor):
+        raise UsageError(
+            f"{slot.name} is the flat parameter of a FullyShardedDataParallel: register that module, which knows names"
+        )
     problem = reason_not_storable(slot.tensor)
     if problem is not None:
         hint = "" if is_dtensor(slot.tensor) else ": register plain dense tensors"
@@ -176,13 +187,20 @@ def storage_key(tensor: Tensor) -> StorageKey:
     return (tensor.device, pointer, *place)
 
 
+def _key_of(slot: Slot) -> StorageKey:
+    if slot.part is None:
+        return storage_key(slot.tensor)
+    # Views are made anew each time, and are no keys; two parts never are one memory.
+    return (id(slot.tensor), slot.part)
+
+
 class Ties:
     """Which names stand for one tensor. The first name is the one that it is stored under."""
 
     def __init__(self, slots: list[Slot]) -> None:
         self.groups: dict[StorageKey, list[Slot]] = {}
         for slot in slots:
-            self.groups.setdefault(storage_key(slot.tensor), []).append(slot)
+            self.groups.setdefault(_key_of(slot), []).append(slot)
 
     def first_names(self) -> dict[str, str]:
         """Each name that is not a first name -> the first name of its tensor."""
@@ -190,37 +208,43 @@ class Ties:
 
 
 class ParameterNames:
-    """Finds the name of a parameter that an optimizer holds."""
+    """Finds the name of a parameter that an optimizer holds, or of its parts."""
 
     def __init__(self, slots: list[Slot]) -> None:
-        self._slots: dict[int, list[Slot]] = {}
+        self._slots: dict[int, dict[Part | None, list[Slot]]] = {}
         for slot in slots:
-            self._slots.setdefault(id(slot.tensor), []).append(slot)
+            self._slots.setdefault(id(slot.tensor), {}).setdefault(slot.part, []).append(slot)
 
-    def slot_of(self, parameter: Tensor) -> Slot | None:
-        """The parameter's first slot, or None if nothing that is registered holds it."""
-        slots = self._slots.get(id(parameter))
-        return slots[0] if slots else None
+    def slots_of(self, parameter: Tensor) -> list[Slot]:
+        """The parameter's first slot, or that of each of its parts; empty if nothing that is registered holds it."""
+        return [slots[0] for slots in self._slots.get(id(parameter), {}).values()]
 
-    def names_of(self, parameter: Tensor) -> list[str]:
+    def names_of(self, parameter: Tensor, part: Part | None = None) -> list[str]:
         """All its full names; the checkpoint may know it by another than the first."""
-        return [slot.name for slot in self._slots.get(id(parameter), [])]
+        return [slot.name for slot in self._all(parameter, part)]
 
-    def spread_of(self, parameter: Tensor) -> Spread | None:
+    def spread_of(self, parameter: Tensor, part: Part | None = None) -> Spread | None:
         """How it lies on the ranks: DDP may know it under only one of its names."""
-        return next((slot.spread for slot in self._slots.get(id(parameter), []) if slot.spread is not None), None)
+        return next((slot.spread for slot in self._all(parameter, part) if slot.spread is not None), None)
+
+    def _all(self, parameter: Tensor, part: Part | None) -> list[Slot]:
+        return self._slots.get(id(parameter), {}).get(part, [])
 
     def are_sharded(self) -> bool:
         """True if any of them is a part of a tensor that other ranks have the rest of."""
         return any(
-            is_dtensor(slot.tensor) or slot.spread is not None for slots in self._slots.values() for slot in slots
+            is_dtensor(slot.tensor) or slot.spread is not None
+            for parts in self._slots.values()
+            for slots in parts.values()
+            for slot in slots
         )
 
-    def parameters(self) -> Iterator[Slot]:
-        """Each parameter once, under its first name."""
-        for slots in self._slots.values():
+    def parameters(self) -> Iterator[list[Slot]]:
+        """Each parameter once, under its first name; one of several parts as all of those."""
+        for parts in self._slots.values():
+            slots = [slots[0] for slots in parts.values()]
             if slots[0].is_parameter:
-                yield slots[0]
+                yield slots
 
 
 @torch.no_grad()

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unbroken.errors import UnsupportedValue
 from unbroken.layout.spread import Spread, Stretch
 from unbroken.state.captured import Captured, Json, LiveTensor, SavedTensor
 from unbroken.state.codec import encode
 from unbroken.state.draft import Draft, device_of_kind
 from unbroken.state.names import fresh_like, reason_not_storable
+from unbroken.state.parts import Part
+from unbroken.state.placements import empty_beside, placed_beside
 from unbroken.state.sharding import beside, is_dtensor, local_of, spread_of
 
 WITH_PARAMETER = "parameter"
@@ -26,7 +29,7 @@ WITH_PARAMETER = "parameter"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A parameter with state, as the optimizer has it."""
+    """A parameter with state, as the optimizer has it; or one of several that it has as parts of a flat one."""
 
     parameter: Tensor
     name: str
@@ -34,6 +37,18 @@ class Owner:
     group: Mapping[str, Any]
     spread: Spread | None
     """How the parameter lies on the ranks."""
+    part: Part | None = None
+    """Which part of `parameter` it is."""
+
+    @property
+    def numel(self) -> int:
+        """Elements that this rank holds."""
+        return self.parameter.numel() if self.part is None else self.part.end - self.part.begin
+
+    def of(self, item: Tensor) -> Tensor:
+        """What this rank holds of a state tensor; of one that is laid out like a flat parameter, the owner's part."""
+        local = local_of(item).detach()
+        return self.part.of(local) if self.part is not None and item.shape == self.parameter.shape else local
 
 
 @dataclass(slots=True)
@@ -48,6 +63,8 @@ class Shared:
     made: dict[str, Tensor] = field(default_factory=dict)
     """At restore: the tensor that stands for a stored name."""
 
+    by_several: frozenset[int] = frozenset()
+    """At capture: ids of tensors that are shared indeed, not only by the parts of one parameter."""
     _claimed: set[int] = field(default_factory=set)
 
     def claim(self, name: str, tensor: Tensor) -> None:
@@ -68,17 +85,35 @@ def capture_state(captured: Captured, path: str, owner: Owner, state: Mapping[An
         if not (isinstance(key, str) and isinstance(item, Tensor) and reason_not_storable(item) is None):
             rest[key] = item
             continue
+        _refuse_unsplittable(key, item, owner)
         value["keys"].append(key)
-        if id(item) in shared.names:
+        # Beside a flat parameter there is one counter for all parts; elsewhere each of them has its own.
+        if id(item) in shared.names and (owner.part is None or id(item) in shared.by_several):
             value["shared"][key] = shared.names[id(item)]
             continue
-        shared.names[id(item)] = f"{path}/{key}"
+        shared.names.setdefault(id(item), f"{path}/{key}")
         value["tensors"][key] = _where(key, item, owner)
-        captured.tensors[f"{path}/{key}"] = LiveTensor(local_of(item).detach(), _spread_of(item, owner))
+        told = placed_beside(item, owner.parameter)
+        if told is not None:
+            value.setdefault("placements", {})[key] = told
+        captured.tensors[f"{path}/{key}"] = LiveTensor(owner.of(item), _spread_of(item, owner))
     tensors: dict[str, Tensor] = {}
     value["rest"] = encode(rest, path, tensors, text=f"the state of {owner.name} in {path.partition('/')[0]}")
+    if tensors and owner.part is not None:
+        raise UnsupportedValue(f"{', '.join(sorted(tensors))}: {_UNSPLITTABLE}")
     capture_beside(captured, tensors, owner.spread)
     return value
+
+
+_UNSPLITTABLE = (
+    "what an optimizer keeps so beside a flat parameter of several cannot be told apart by parameter: "
+    "give FullyShardedDataParallel use_orig_params=True"
+)
+
+
+def _refuse_unsplittable(key: str, item: Tensor, owner: Owner) -> None:
+    if owner.part is not None and item.shape != owner.parameter.shape and item.numel() != 1:
+        raise UnsupportedValue(f"{key} of {owner.name}, of shape {list(item.shape)}: {_UNSPLITTABLE}")
 
 
 def capture_beside(captured: Captured, tensors: Mapping[str, Tensor], spread: Spread | None) -> None:
@@ -113,8 +148,9 @@ class StateRestore:
             name = f"{path}/{key}"
             saved = draft.saved(name)
             if saved is not None:
-                target = _target(key, saved, where, owner, live.get(key), shared)
-                draft.fill(name, local_of(target), _spread_of(target, owner))
+                told = value.get("placements", {}).get(key)
+                target = _target(key, saved, where, owner, live.get(key), shared, told)
+                draft.fill(name, owner.of(target), _spread_of(target, owner))
                 shared.claim(name, target)
         self._value = value
         self._shared = shared
@@ -130,12 +166,31 @@ class StateRestore:
         return {**own, **rest}
 
 
-def _target(key: str, saved: SavedTensor, where: str, owner: Owner, live: object, shared: Shared) -> Tensor:
-    parameter = owner.parameter
-    device = parameter.device if where == WITH_PARAMETER else device_of_kind(where)
+def _target(
+    key: str, saved: SavedTensor, where: str, owner: Owner, live: object, shared: Shared, told: Json | None
+) -> Tensor:
     shape = tuple(saved.shape)
     if isinstance(owner.spread, Stretch) and shape == owner.spread.shape and not saved.own:
-        shape = tuple(parameter.shape)
+        shape = tuple(owner.parameter.shape)
+    return target_of(key, saved, shape, where, owner, live, shared, told)
+
+
+def target_of(
+    key: str,
+    saved: SavedTensor,
+    shape: tuple[int, ...],
+    where: str,
+    owner: Owner,
+    live: object,
+    shared: Shared,
+    told: Json | None = None,
+) -> Tensor:
+    """The live state tensor if it is of the saved dtype, of this shape and in its place; else one without values.
+
+    shape  of what this rank has of it; told  how it was placed, if not like the parameter
+    """
+    parameter = owner.parameter
+    device = parameter.device if where == WITH_PARAMETER else device_of_kind(where)
     if (
         isinstance(live, Tensor)
         and reason_not_storable(live) is None
@@ -144,6 +199,9 @@ def _target(key: str, saved: SavedTensor, where: str, owner: Owner, live: object
         and not shared.is_claimed(live)
     ):
         return live
+    placed = None if saved.own else empty_beside(told, parameter, shape, saved.dtype)
+    if placed is not None:
+        return placed
     # What was a rank's own was plain; a counter is, also beside a parameter that is a scalar itself.
     if is_dtensor(parameter) and (saved.own or (not shape and key == "step")):
         return torch.empty(shape, dtype=saved.dtype, device=device)

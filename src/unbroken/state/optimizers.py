@@ -8,8 +8,9 @@ directly. Its `step` is never called. An optimizer with a `state_dict` of its ow
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from unbroken.layout.spread import Spread, Stretch
 from unbroken.state.captured import Captured, Json
 from unbroken.state.codec import TAG, encode
 from unbroken.state.draft import Draft, Phase, count_and_name
+from unbroken.state.joined_state import JoinedRestore, join_parts
 from unbroken.state.names import ParameterNames
 from unbroken.state.optimizer_state import Owner, Shared, StateRestore, capture_beside, capture_state
 
@@ -36,7 +38,7 @@ def capture_optimizer(captured: Captured, name: str, optimizer: Optimizer, param
     """
     owners = owners_in(name, optimizer, parameters)
     _refuse_strange_keys(name, optimizer, owners)
-    shared = Shared()
+    shared = Shared(by_several=_shared_by_several(optimizer, owners))
     groups = [_capture_group(captured, name, index, optimizer, owners, shared) for index in range(len(owners))]
     state = {
         owner.name: capture_state(
@@ -66,8 +68,8 @@ def owners_in(name: str, optimizer: Optimizer, parameters: ParameterNames) -> li
     for index, group in enumerate(optimizer.param_groups):
         members: list[Owner] = []
         for position, parameter in enumerate(group["params"]):
-            slot = parameters.slot_of(parameter)
-            if slot is None:
+            slots = parameters.slots_of(parameter)
+            if not slots:
                 hint = "register its module, or the parameter itself under a name of its own"
                 if parameters.are_sharded():
                     hint = f"make the optimizer after the model was sharded; {hint}"
@@ -75,9 +77,21 @@ def owners_in(name: str, optimizer: Optimizer, parameters: ParameterNames) -> li
                     f"{name}: parameter {position} of group {index}, of shape {list(parameter.shape)}, belongs to "
                     f"nothing that is registered; {hint}"
                 )
-            members.append(Owner(parameter, slot.name, group, parameters.spread_of(parameter)))
+            members += [
+                Owner(parameter, slot.name, group, parameters.spread_of(parameter, slot.part), slot.part)
+                for slot in slots
+            ]
         owners.append(members)
     return owners
+
+
+def _shared_by_several(optimizer: Optimizer, owners: Sequence[Sequence[Owner]]) -> frozenset[int]:
+    """Ids of tensors in the states of several parameters, or in a state and an option; needed for parts only."""
+    if all(owner.part is None for members in owners for owner in members):
+        return frozenset()
+    holders = [*optimizer.state.values(), *optimizer.param_groups]
+    counts = Counter(id(item) for held in holders for item in held.values() if isinstance(item, Tensor))
+    return frozenset(key for key, count in counts.items() if count > 1)
 
 
 def _refuse_strange_keys(name: str, optimizer: Optimizer, owners: Sequence[Sequence[Owner]]) -> None:
@@ -129,14 +143,11 @@ def prepare_optimizer(draft: Draft, name: str, optimizer: Optimizer, parameters:
     for group in matched:
         if group.saved_index is not None:
             _prepare_group(draft, name, group, value["groups"][group.saved_index], shared)
-    restores: list[tuple[Tensor, StateRestore | None]] = []
-    for group in matched:
-        for owner in group.owners:
-            state = value["state"].get(owner.name) if holds_any(owner) else None
-            path = f"{name}/state/{owner.name}"
-            live = optimizer.state.get(owner.parameter, {})
-            restore = None if state is None else StateRestore(draft, path, owner, live, state, shared)
-            restores.append((owner.parameter, restore))
+    restores = [
+        (owners[0].parameter, _restore_of(draft, name, owners, optimizer, value["state"], shared))
+        for group in matched
+        for owners in _by_parameter(group.owners)
+    ]
 
     def put_state() -> None:
         for parameter, restore in restores:
@@ -151,6 +162,29 @@ def prepare_optimizer(draft: Draft, name: str, optimizer: Optimizer, parameters:
     draft.then(Phase.OPTIMIZERS, put_state)
 
 
+def _by_parameter(owners: Sequence[Owner]) -> list[list[Owner]]:
+    """The parts of each parameter together."""
+    found: dict[int, list[Owner]] = {}
+    for owner in owners:
+        found.setdefault(id(owner.parameter), []).append(owner)
+    return list(found.values())
+
+
+def _restore_of(
+    draft: Draft, name: str, owners: list[Owner], optimizer: Optimizer, saved: Json, shared: Shared
+) -> StateRestore | JoinedRestore | None:
+    """What one parameter gets back; None if this rank had, or holds, nothing of it.
+
+    owners  its parts, or itself
+    """
+    live = optimizer.state.get(owners[0].parameter, {})
+    if owners[0].part is not None:
+        return join_parts(draft, f"{name}/state", [owner for owner in owners if holds_any(owner)], live, saved, shared)
+    (owner,) = owners
+    state = saved.get(owner.name) if holds_any(owner) else None
+    return None if state is None else StateRestore(draft, f"{name}/state/{owner.name}", owner, live, state, shared)
+
+
 def _is_another_class(draft: Draft, name: str, optimizer: Optimizer, saved: str | None) -> bool:
     """True (and noted) if another class of optimizer was saved: its state means nothing to this one."""
     live = type(optimizer).__qualname__
@@ -163,7 +197,7 @@ def _is_another_class(draft: Draft, name: str, optimizer: Optimizer, saved: str 
 
 def holds_any(owner: Owner) -> bool:
     """False for a parameter whose flat stretch lies on other ranks: FSDP1 gives it no gradient here, and no state."""
-    return not isinstance(owner.spread, Stretch) or owner.parameter.numel() > 0 or math.prod(owner.spread.shape) == 0
+    return not isinstance(owner.spread, Stretch) or owner.numel > 0 or math.prod(owner.spread.shape) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +228,7 @@ def match_groups(
     for index, renamed in enumerate(live):
         draft.missing += [f"{name}'s parameter {owner.name}" for owner in renamed if owner.name not in known]
         owners = [owner for owner in renamed if owner.name in known]
+        draft.differing += _partly_known(name, renamed, known)
         wanted = frozenset(owner.name for owner in renamed)
         saved_index = next((at for at, group in free.items() if group == wanted), None)
         if saved_index is not None:
@@ -213,11 +248,20 @@ def match_groups(
     return matched
 
 
+def _partly_known(name: str, owners: Sequence[Owner], known: set[str]) -> list[str]:
+    """Sentences about flat parameters of which the checkpoint knows some parts only: those cannot have state alone."""
+    return [
+        f"{name} has {count_and_name([part.name for part in parts])} as one flat parameter, of which the checkpoint "
+        f"lacks {count_and_name(lacking)}"
+        for parts in _by_parameter(owners)
+        if 0 < len(lacking := [part.name for part in parts if part.name not in known]) < len(parts)
+    ]
+
+
 def _as_saved(owner: Owner, parameters: ParameterNames, known: set[str]) -> Owner:
     """The owner by the name that the checkpoint has for it: a tied parameter may stand there under another."""
-    names = parameters.names_of(owner.parameter)
-    saved_as = next((name for name in names if name in known), owner.name)
-    return Owner(owner.parameter, saved_as, owner.group, owner.spread)
+    names = parameters.names_of(owner.parameter, owner.part)
+    return replace(owner, name=next((name for name in names if name in known), owner.name))
 
 
 def _prepare_group(draft: Draft, name: str, group: MatchedGroup, saved: Json, shared: Shared) -> None:
