@@ -4,8 +4,8 @@ What only an optimizer step changes (its parameters, their moments and counters)
 `step()` has returned. A hook that torch calls before the step of any optimizer in the process is the fence: it waits
 until the copy is complete. Everything else is copied at once, with the loop standing still.
 
-Nothing is assumed that was not seen. The first save copies all at once, and is the rehearsal: whatever has changed by
-the time of the next fence is copied at once from then on, and if no fence is ever passed, everything is. A version
+Nothing is assumed that was not seen. A tensor's first save copies it at once, and is its rehearsal: if it has changed
+by the time of the next fence, it is copied at once from then on; if no fence is ever passed, everything is. A version
 counter that moved during a copy drops that save; `tensor.data` does not move it, so a script that writes through
 `.data` between `step()` and the next optimizer step wants `snapshot="block"`.
 """
@@ -16,7 +16,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Copy:
             self.done.set()
 
 
-def versions_of(tensors: Collection[Tensor]) -> list[int]:
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """The version counter of each; it moves whenever torch writes into the storage."""
     return [tensor._version for tensor in tensors]
 
@@ -74,9 +74,9 @@ class Copier:
         """deadline_s  how long an optimizer waits for a copy, which is then given up"""
         self._deadline_s = deadline_s
         self._pid = os.getpid()
+        self._safe: set[str] = set()
         self._unsafe: set[str] = set()
         self._rehearsal: tuple[list[str], list[Tensor], list[int]] | None = None
-        self._rehearsed = False
         self._current: Copy | None = None
         self._jobs: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="unbroken-copier", daemon=True)
@@ -94,15 +94,15 @@ class Copier:
             self._handle.remove()
         self._jobs.put(None)
 
-    def may_wait(self, fenced: Collection[str]) -> frozenset[str]:
+    def may_wait(self, fenced: Collection[str]) -> set[str]:
         """Which of the tensors that only an optimizer changes need not be copied at once."""
-        return frozenset(fenced) - self._unsafe if self._rehearsed else frozenset()
+        return self._safe.intersection(fenced)
 
     def rehearse(self, tensors: Mapping[str, Tensor]) -> None:
         """See until the next fence which of these tensors change, all of which were copied at once."""
-        if not self._rehearsed:
-            found = list(tensors.values())
-            self._rehearsal = list(tensors), found, versions_of(found)
+        new = {name: tensors[name] for name in tensors.keys() - self._safe - self._unsafe}
+        if new:
+            self._rehearsal = list(new), list(new.values()), versions_of(new.values())
 
     def submit(self, copy: Copy) -> None:
         """Begin to copy. Called by the training thread, which has passed the fence."""
@@ -117,16 +117,19 @@ class Copier:
         if not copy.done.wait(self._deadline_s):
             copy.changed.append(copy.names[0])
         self._unsafe.update(copy.changed)
+        self._safe.difference_update(copy.changed)
         self._current = None
 
     def _fence(self) -> None:
         """Before the step of an optimizer. Costs two looks when nothing is under way."""
         self.finish()
         if self._rehearsal is not None:
-            self._unsafe.update(moved(*self._rehearsal))
-            if self._unsafe:
-                log.debug("copied at once from now on, since they change outside of optimizers: %s", self._unsafe)
-            self._rehearsal, self._rehearsed = None, True
+            changed = moved(*self._rehearsal)
+            if changed:
+                log.debug("copied at once from now on, since they change outside of optimizers: %s", changed)
+            self._unsafe.update(changed)
+            self._safe.update(set(self._rehearsal[0]).difference(changed))
+            self._rehearsal = None
 
     def _serve(self) -> None:
         while (copy := self._jobs.get()) is not None:

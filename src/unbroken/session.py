@@ -218,17 +218,18 @@ class Session:
     def _take(self, captured: Captured, plan: Plan, arena: Arena) -> Snapshot:
         """The snapshot, complete or with a rest that is being copied when this returns."""
         copier = self._copier
-        waiting = copier.may_wait(captured.fenced) if copier is not None else frozenset()
+        waiting = copier.may_wait(captured.fenced) if copier is not None else set()
         snapshot = take(captured, plan, arena, waiting)
         rest = snapshot.rest
-        waiting = frozenset(rest.names) if rest is not None else frozenset()
+        waiting = set(rest.names) if rest is not None else set()
         apart = {*self._common.apart, *self._common.ceded}
         self._digest_replicas(snapshot, captured, captured.tensors.keys() - apart - waiting)
-        if copier is not None and rest is not None:
-            rest.afterwards = lambda: self._digest_replicas(snapshot, captured, waiting - apart)
-            copier.submit(rest)
-        elif copier is not None:
-            copier.rehearse({name: captured.tensors[name].tensor for name in captured.fenced & captured.tensors.keys()})
+        if copier is not None:
+            rehearsing = captured.fenced.intersection(captured.tensors) - waiting
+            copier.rehearse({name: captured.tensors[name].tensor for name in rehearsing})
+            if rest is not None:
+                rest.afterwards = lambda: self._digest_replicas(snapshot, captured, waiting - apart)
+                copier.submit(rest)
         return snapshot
 
     def _plan_for(self, save: SaveId, captured: Captured) -> Plan:
