@@ -1,6 +1,10 @@
 import errno
+import fcntl
+import mmap
 import os
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -196,3 +200,56 @@ def test_a_file_created_in_parts_is_whole_or_not_there(tmp_path):
     with pytest.raises(EOFError, match="no more"):
         store.create_in_parts("step-1/second", parts())
     assert store.list("step-1") == ["file"]
+
+
+def on_a_page(size: int) -> memoryview:
+    """Random bytes in memory that begins on a page, as an arena does."""
+    memory = mmap.mmap(-1, size)
+    memory[:] = os.urandom(size)
+    return memoryview(memory)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def any_store(request, tmp_path):
+    """On a disk, and on a file system that may know no way past the page cache."""
+    if request.param == "disk":
+        yield LocalStore(tmp_path / "run")
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield LocalStore(Path(directory) / "run")
+
+
+@pytest.mark.parametrize("more", [0, 1, local.PAGE_BYTES - 1, local.PAGE_BYTES, 3 * local.PAGE_BYTES + 17])
+@pytest.mark.parametrize("begin", [0, 64])
+def test_large_data_is_written_past_the_page_cache_where_that_can_be_and_always_whole(any_store, more, begin):
+    data = on_a_page(local.DIRECT_BYTES + more + begin)[begin:]
+    any_store.create("a/b", data)
+    assert any_store.read("a/b", 1 << 30) == bytes(data)
+
+
+def test_what_a_direct_write_leaves_is_written_by_the_usual_way(store, monkeypatch):
+    """A system that takes the flag and refuses the second write."""
+    write, calls = os.write, []
+
+    def refuse_second(fd, data):
+        calls.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        if calls == [True, True]:
+            raise OSError(errno.EINVAL, "no")
+        return write(fd, data)
+
+    monkeypatch.setattr(local, "CHUNK_BYTES", local.DIRECT_BYTES)
+    monkeypatch.setattr(os, "write", refuse_second)
+    data = on_a_page(3 * local.DIRECT_BYTES + 5)
+    store.create("a/b", data)
+    assert calls[:3] == [True, True, False] and True not in calls[2:]
+    assert store.read("a/b", 1 << 30) == bytes(data)
+
+
+def test_a_full_disk_is_told_from_a_system_that_writes_in_one_way_only(store, monkeypatch):
+    def full(fd, data):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="full"):
+        store.create("a/b", on_a_page(local.DIRECT_BYTES))
+    assert store.size("a/b") is None

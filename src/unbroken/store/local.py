@@ -11,7 +11,9 @@ directory whose name is not durable: the next `create` or `publish` in it syncs 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -23,9 +25,14 @@ from unbroken import faultpoints
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*|\.(?:tmp|probe)-[A-Za-z0-9-]+")
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What systems answer that write only through the page cache."""
 DIRECTORY_ATTEMPTS = 5
 CHUNK_BYTES = 64 << 20
 """Most bytes given to one write or read call."""
+DIRECT_BYTES = 1 << 20
+"""From this length on data is written past the page cache, where it lies on a page."""
+PAGE_BYTES = 4096
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 """Most buffers given to one read call."""
 
@@ -207,7 +214,8 @@ def _write_parts(path: Path, parts: Iterable[memoryview | bytes]) -> None:
         for data in parts:
             if faultpoints.armed is not None:
                 data = _write_half(fd, path, memoryview(data))
-            _write_all(fd, memoryview(data))
+            view = memoryview(data)
+            _write_all(fd, view[_write_direct(fd, view) :])
         # Invariant 1: the file's bytes are durable before anything refers to them.
         os.fsync(fd)
     except BaseException:
@@ -225,6 +233,27 @@ def _write_half(fd: int, path: Path, data: memoryview) -> memoryview:
     _write_all(fd, data[:half])
     faultpoints.reach("half a file" if path.suffix == ".safetensors" else "half a manifest")
     return data[half:]
+
+
+def _write_direct(fd: int, data: memoryview) -> int:
+    """Write whole pages past the page cache, which is twice as fast, if system and memory allow; how many bytes."""
+    address = (
+        ctypes.addressof(ctypes.c_char.from_buffer(data)) if len(data) >= DIRECT_BYTES and not data.readonly else 1
+    )
+    if address % PAGE_BYTES or os.lseek(fd, 0, os.SEEK_CUR) % PAGE_BYTES:
+        return 0
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    done, end = 0, len(data) // PAGE_BYTES * PAGE_BYTES
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        while done < end:
+            done += os.write(fd, data[done : min(done + CHUNK_BYTES, end)])
+    except OSError as error:
+        if error.errno not in _NOT_DIRECT:
+            raise
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return done
 
 
 def _write_all(fd: int, data: memoryview) -> None:
