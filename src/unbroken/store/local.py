@@ -26,6 +26,8 @@ _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, er
 DIRECTORY_ATTEMPTS = 5
 CHUNK_BYTES = 64 << 20
 """Most bytes given to one write or read call."""
+APPEAR_S = 5.0
+"""How long a file that one node wrote may take to appear on others; network file systems cache directories."""
 
 
 class LocalStore:
