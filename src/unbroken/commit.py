@@ -60,7 +60,7 @@ from unbroken.manifest import (
 )
 from unbroken.policy import Keep
 from unbroken.retention import sweep
-from unbroken.store.local import LocalStore
+from unbroken.store.local import APPEAR_S, LocalStore
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +197,7 @@ class Coordinator:
         data = encode(manifest)
         decode(data, f"{save.directory}/{MANIFEST}")  # what we would refuse to read must not be written
         faultpoints.reach("all voted")
+        self._find_files(save, votes)
         self._publish(save, data)
         faultpoints.reach("published")
         nbytes = sum(file.size for file in manifest.files)
@@ -236,7 +237,7 @@ class Coordinator:
             divided = divide(plan.contested, details, held)
             self.channel.post(f"{save.phase}/plan-divided", msgspec.json.encode(divided))
             if not divided.error:
-                told = self._collect(save, "values", self.deadline_s)
+                told = self._collect(save, "parts", self.deadline_s)
                 settled = settle(divided.parts, details, [msgspec.json.decode(data, type=Values) for data in told])
                 self.channel.post(f"{save.phase}/plan-settled", msgspec.json.encode(settled))
 
@@ -252,6 +253,21 @@ class Coordinator:
                 "before; the next save names them (does a schedule follow a rank's own loss?)"
             )
         return votes
+
+    def _find_files(self, save: SaveId, votes: list[Vote]) -> None:
+        """Raise SaveFailed if a rank's file is not beside the manifest: a node that lost its mount writes below it.
+
+        Sizes are left to readers; asking for each would cost a large job on a network file system seconds.
+        """
+        ranks = {vote.file.name: rank for rank, vote in enumerate(votes) if vote.file is not None}
+        end = time.monotonic() + APPEAR_S
+        while absent := ranks.keys() - set(self.store.list(save.directory)):
+            if time.monotonic() > end:
+                raise SaveFailed(
+                    f"rank(s) {spell([ranks[name] for name in absent])} wrote {min(absent)}, which rank 0 does not "
+                    f"find in {self.store.root}/{save.directory}: is it still one directory for all?"
+                )
+            time.sleep(0.05)
 
     def _collect(self, save: SaveId, what: str, deadline_s: float, of: Collection[int] | None = None) -> list[bytes]:
         ranks = range(self.channel.world_size) if of is None else of
@@ -334,9 +350,11 @@ class Coordinator:
             self.channel.forget(self._done)
         ranks = range(self.channel.world_size)
         self._done = [
-            f"{save.phase}/{what}/{rank}" for what in ("entered", "details", "held", "vote") for rank in ranks
+            f"{save.phase}/{what}/{rank}" for what in ("entered", "details", "held", "parts", "vote") for rank in ranks
         ]
-        self._done += [f"{save.phase}/{what}" for what in ("plan", "plan-in-detail", "plan-settled", "values")]
+        self._done += [
+            f"{save.phase}/{what}" for what in ("plan", "plan-in-detail", "plan-divided", "plan-settled", "values")
+        ]
 
 
 class _StructureChanged(SaveFailed):

@@ -17,12 +17,10 @@ from unbroken.cluster import Channel, Message
 from unbroken.errors import DirectoryProblem, UsageError
 from unbroken.generations import DIRECTORY, newest_number
 from unbroken.manifest import MANIFEST, parse_step_directory
-from unbroken.store.local import LocalStore
+from unbroken.store.local import APPEAR_S, LocalStore
 
 RUN_DIRECTORY = "UNBROKEN_RUN_DIR"
 """Environment variable that overrides the path of every Checkpointer; `unbroken prove` sets it."""
-APPEAR_S = 5.0
-"""How long a file that rank 0 wrote may take to appear on other nodes; network file systems cache directories."""
 
 
 def run_directory(path: str | Path) -> Path:

@@ -21,7 +21,8 @@ from unbroken.candidates import Candidate, Saved, candidates, find_tip, first_ma
 from unbroken.cluster import Channel, Message
 from unbroken.errors import DamagedCheckpoint, DirectoryProblem, NoUsableCheckpoint, StateMismatch, UnbrokenError
 from unbroken.image.digest import digest_text
-from unbroken.manifest import MOST_BYTES, Manifest, decode
+from unbroken.layout.spread import holding
+from unbroken.manifest import MOST_BYTES, Manifest, TensorRecord, decode
 from unbroken.reading import read_tensors, targets_of
 from unbroken.snapshot import as_bytes
 from unbroken.state.captured import Restoration
@@ -159,29 +160,35 @@ def _try(
         ),
         deadlines_s[0],
     )
-    _refuse_leftovers(channel, phase, restoration, deadlines_s[0], strict)
+    _refuse_leftovers(channel, phase, saved, restoration, deadlines_s[0], strict)
     if saved.borrowed:  # invariant 9
         restoration.warnings.append(
             f"the checkpoint has nothing of this rank's own; it takes rank 0's {count_and_name(saved.borrowed)}: "
             "seed a generator anew if ranks must not draw the same numbers"
         )
     faultpoints.reach("announced")
-    own = ""
+    mismatch: list[str] = []
+    problem = _together(
+        channel,
+        f"{phase}/compared",
+        lambda: mismatch.append(_compare_holders(store, directory, manifest, saved, restoration, rank)),
+        deadlines_s[1],
+    )
+    if problem:
+        return problem
+    channel.agree(f"{phase}/holders", lambda: _settle_holders(mismatch[0], restoration, strict), deadlines_s[0])
     targets = {
         name: targets_of(target, restoration.spreads.get(name), rank) for name, target in restoration.targets.items()
     }
-    try:
-        read_tensors(store, directory, manifest, saved.records, targets)
-        own_mismatch = _compare_holders(store, directory, manifest, saved, restoration, rank)
-    except DamagedCheckpoint as error:
-        own = str(error)
-        own_mismatch = ""
-    answers = channel.exchange(f"{phase}/read", Message(error=own), deadlines_s[1])
+    problem = _together(
+        channel,
+        f"{phase}/read",
+        lambda: read_tensors(store, directory, manifest, saved.records, targets),
+        deadlines_s[1],
+    )
     faultpoints.reach("read")
-    damaged = list(dict.fromkeys(answer.error for answer in answers if answer.error))
-    if damaged:
-        return _list(damaged)
-    channel.agree(f"{phase}/holders", lambda: _settle_holders(own_mismatch, restoration, strict), deadlines_s[0])
+    if problem:
+        return problem
     channel.agree(f"{phase}/filled", _guarded(restoration.finish), deadlines_s[1])
     faultpoints.reach("filled")
     return restoration
@@ -203,29 +210,73 @@ def _seed_of(manifest: Manifest, rank: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{manifest.generation}/{manifest.step}/{manifest.micro_step}/{rank}".encode())
 
 
-def _refuse_leftovers(channel: Channel, phase: str, restoration: Restoration, deadline_s: float, strict: bool) -> None:
-    """Raise StateMismatch for what the checkpoint has and no rank restores; pipeline stages restore a part each."""
-    own = msgspec.json.encode(sorted(set(restoration.unexpected)))
-    answers = channel.exchange(f"{phase}/leftovers", Message(own), deadline_s)
-    told = [set(msgspec.json.decode(answer.payload, type=list[str])) for answer in answers]
-    only_saved(restoration, sorted(set.intersection(*told)), strict=strict)
+def _together(channel: Channel, phase: str, read: Callable[[], None], deadline_s: float) -> str:
+    """Read on every rank; what is damaged for any of them, empty if nothing is."""
+    own = ""
+    try:
+        read()
+    except DamagedCheckpoint as error:
+        own = str(error)
+    answers = channel.exchange(phase, Message(error=own), deadline_s)
+    return _list(list(dict.fromkeys(answer.error for answer in answers if answer.error)))
+
+
+class _Leftovers(msgspec.Struct):
+    """What one rank does not restore of a checkpoint."""
+
+    unexpected: list[str]
+    untouched: list[str]
+    """Tensors that it could have, by full name."""
+
+
+def _refuse_leftovers(
+    channel: Channel, phase: str, saved: Saved, restoration: Restoration, deadline_s: float, strict: bool
+) -> None:
+    """Raise StateMismatch for what the checkpoint has and no rank restores, or not all that hold a part of it.
+
+    Pipeline stages restore a part each.
+    """
+    own = _Leftovers(sorted(set(restoration.unexpected)), sorted(saved.records.keys() - restoration.targets.keys()))
+    answers = channel.exchange(f"{phase}/leftovers", Message(msgspec.json.encode(own)), deadline_s)
+    told = [msgspec.json.decode(answer.payload, type=_Leftovers) for answer in answers]
+    only_saved(restoration, sorted(set.intersection(*(set(each.unexpected) for each in told))), strict=strict)
+    channel.agree(f"{phase}/everywhere", lambda: _refuse_gaps(told, restoration, strict), deadline_s)
+
+
+def _refuse_gaps(told: list[_Leftovers], restoration: Restoration, strict: bool) -> None:
+    """Raise StateMismatch if ranks that hold a part of what is restored here have not registered it; else warn."""
+    gaps: dict[str, list[int]] = {}
+    for rank, each in enumerate(told):
+        for name in restoration.spreads.keys() & each.untouched:
+            if rank in holding(restoration.spreads[name]):
+                gaps.setdefault(name, []).append(rank)
+    if gaps:
+        name = min(gaps)
+        more = f" (and {len(gaps) - 1} more)" if len(gaps) > 1 else ""
+        ranks = spell(holding(restoration.spreads[name]).ranks)
+        text = f"{name}{more} lies on ranks {ranks}, and is not registered on rank(s) {spell(gaps[name])}"
+        if strict:
+            raise StateMismatch(f"{text}; nothing was changed, register the same objects on all of them")
+        restoration.warnings.append(f"not restored everywhere: {text}")
 
 
 @torch.no_grad()
 def _compare_holders(
     store: LocalStore, directory: str, manifest: Manifest, saved: Saved, restoration: Restoration, rank: int
 ) -> str:
-    """Several ranks had a tensor as their own: name the first that is not the same for all of them."""
+    """Several ranks had a tensor as their own: name the first that is not the same for all of them. Touches nothing."""
+
+    def held_in(name: str, record: TensorRecord) -> torch.Tensor:
+        found = torch.empty_like(restoration.targets[name], device="cpu")
+        places = targets_of(found, restoration.spreads.get(name), rank)
+        read_tensors(store, directory, manifest, {name: record}, {name: places})
+        return as_bytes(found)
+
     for name in sorted(set(saved.contested) & set(restoration.targets)):
-        target = restoration.targets[name]
-        spread = restoration.spreads.get(name)
         chosen = next(holder for holder, record in saved.contested[name] if record is saved.records[name])
+        expected = held_in(name, saved.records[name])
         for holder, record in saved.contested[name]:
-            if record is saved.records[name]:
-                continue
-            other = torch.empty_like(target, device="cpu")
-            read_tensors(store, directory, manifest, {name: record}, {name: targets_of(other, spread, rank)})
-            if not torch.equal(as_bytes(other), as_bytes(target.cpu())):
+            if record is not saved.records[name] and not torch.equal(held_in(name, record), expected):
                 ranks = spell([own for own, _ in saved.contested[name]])
                 pair = f"ranks {min(holder, chosen)} and {max(holder, chosen)}"
                 return f"{name} was each rank's own on ranks {ranks}, and {pair} did not have the same values"
@@ -236,7 +287,8 @@ def _settle_holders(mismatch: str, restoration: Restoration, strict: bool) -> No
     if mismatch and strict:
         raise StateMismatch(
             f"{mismatch}: which of them another layout shall have cannot be told. Restore with as many ranks as saved "
-            "it, or with restore(strict=False): then each rank takes what it had, and a new one what the first had"
+            "it, or with restore(strict=False): then each rank takes what it had, and a new one what the first had. "
+            "Nothing was changed"
         )
     if mismatch:
         restoration.warnings.append(f"{mismatch}: each rank takes what it had, a new one what the first had")

@@ -291,7 +291,7 @@ class Session:
             self._answer(save, "held", held_of(captured, rank, plan.contested))
             settled = self._read_plan(save, "plan-divided")
             if not settled.error:
-                self._answer(save, "values", values_of(captured, rank, settled.parts))
+                self._answer(save, "parts", values_of(captured, rank, settled.parts))
                 settled = self._read_plan(save, "plan-settled")
             plan = msgspec.structs.replace(
                 settled, contested=plan.contested, apart=plan.apart, differing=plan.differing

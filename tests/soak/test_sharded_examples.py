@@ -21,6 +21,7 @@ LAYOUTS = [
     ("fsdp2 --replicas 2", 4),
     ("fsdp1", 2),
     ("fsdp1", 4),
+    ("fsdp1 --flat", 4),
     ("tensor_parallel", 2),
     ("tensor_parallel", 4),
     ("pipeline", 2),

@@ -10,6 +10,8 @@ All names of DDP that are not public stand in this file, in `DdpInternals`.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from unbroken.state.captured import Captured, Json
 from unbroken.state.draft import Draft, Phase
 from unbroken.state.names import Slot, walk
+
+log = logging.getLogger(__name__)
 
 
 class DdpInternals:
@@ -169,6 +173,18 @@ def _without_hooks(parameter: nn.Parameter) -> Iterator[None]:
                 table.update(hooks)
 
 
+def is_composed(module: nn.Module) -> bool:
+    """True for a module under DDP's composable form, which keeps its DistributedDataParallel out of the tree.
+
+    The function of that name that is made of FSDP2 has no buckets (`torch/distributed/_composable`, torch 2.6 to 2.13).
+    """
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    if composable is None or contract is None or "replicate" not in (contract._get_registry(module) or {}):
+        return False
+    return isinstance(composable.replicate.state(module), composable._ReplicateState)
+
+
 def bucket_orders(root: nn.Module, slots: Sequence[Slot]) -> list[BucketOrder]:
     """One observer for each DDP module of a tree that reduces anything.
 
@@ -179,6 +195,11 @@ def bucket_orders(root: nn.Module, slots: Sequence[Slot]) -> list[BucketOrder]:
         names[id(slot.tensor)] = slot.fqn
     orders = []
     for place in walk(root):
+        if is_composed(place.module):
+            log.warning(
+                "a module is replicated by torch.distributed._composable.replicate, whose bucket order cannot be "
+                "restored: a resumed run may add gradients up in another order; use DistributedDataParallel instead"
+            )
         if isinstance(place.module, DistributedDataParallel):
             ignored: set[str] = getattr(place.module, "parameters_to_ignore", set())
             parameters = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unbroken.errors import UsageError
-from unbroken.layout.spread import Spread, Stretch
+from unbroken.layout.spread import Spread, Stretch, replicated
 from unbroken.state.captured import Captured, Json
 from unbroken.state.codec import TAG, encode
 from unbroken.state.draft import Draft, Phase, count_and_name
@@ -130,7 +130,8 @@ def _spread_of_options(owners: Sequence[Owner]) -> Spread | None:
     first = spreads[0] if spreads else None
     if first is None or any(spread is None or spread.mesh != first.mesh for spread in spreads):
         return None
-    return first
+    # Ranks that hold nothing of the first parameter have its options too.
+    return replicated((), first.mesh.ranks) if isinstance(first, Stretch) else first
 
 
 def prepare_optimizer(draft: Draft, name: str, optimizer: Optimizer, parameters: ParameterNames) -> None:

@@ -35,6 +35,8 @@ DIRECT_BYTES = 1 << 20
 PAGE_BYTES = 4096
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 """Most buffers given to one read call."""
+APPEAR_S = 5.0
+"""How long a file that one node wrote may take to appear on others; network file systems cache directories."""
 
 
 class LocalStore:
