@@ -25,7 +25,8 @@ from unbroken.image.digest import digest_blocks
 from unbroken.layout.boxes import whole
 from unbroken.manifest import FileRecord, PieceRecord, TensorRecord, decode
 from unbroken.manifest import encode as encode_manifest
-from unbroken.session import Session, Settings
+from unbroken.policy import Settings
+from unbroken.session import Session
 from unbroken.state.captured import Captured, LiveTensor
 from unbroken.state.codec import encode
 from unbroken.store.local import LocalStore

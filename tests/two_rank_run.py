@@ -15,8 +15,9 @@ import torch
 from ranks import clusters, on_all, replica
 from unbroken.commit import SaveId
 from unbroken.manifest import Manifest, decode
+from unbroken.policy import Settings
 from unbroken.recovery import Recovered, restore_together
-from unbroken.session import Session, Settings
+from unbroken.session import Session
 from unbroken.state.captured import Captured
 from unbroken.state.registry import State
 from unbroken.store.local import LocalStore

@@ -29,11 +29,11 @@ from unbroken.environment import describe_environment, differences
 from unbroken.errors import DeadlineExceeded, Preempted, UnbrokenError, UsageError
 from unbroken.ledger import Ledger, expect_ledger, open_ledger
 from unbroken.manifest import Manifest
-from unbroken.policy import Every, Keep, Schedule
+from unbroken.policy import Every, Keep, Schedule, Settings
 from unbroken.preemption import Notice
 from unbroken.recovery import Recovered, restore_together
 from unbroken.saves import Saves
-from unbroken.session import Session, Settings, open_session
+from unbroken.session import Session, open_session
 from unbroken.state.registry import State
 
 log = logging.getLogger(__name__)

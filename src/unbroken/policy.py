@@ -93,3 +93,14 @@ class Schedule:
         self._last_s = self._now()
         if self._auto:
             self._interval_s = young_daly_s(cost_s, self._mean_time_between_failures_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user chose."""
+
+    keep: Keep | None
+    deadline_s: float
+    write_deadline_s: float
+    check_replicas: Literal["first", "always", "never"] = "always"
+    snapshot: Literal["overlap", "block"] = "overlap"

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -49,7 +49,7 @@ from unbroken.layout.spread import holding
 from unbroken.manifest import Manifest
 from unbroken.meeting import Meetings
 from unbroken.overlap import Copier
-from unbroken.policy import Keep
+from unbroken.policy import Settings
 from unbroken.snapshot import Plan, Snapshot, digest_replicas, plan_snapshot, structure_of, take
 from unbroken.state.captured import Captured
 from unbroken.store.local import LocalStore
@@ -62,17 +62,6 @@ SMALL_BYTES = 64 << 20
 SMALL_WAIT_S = 1.0
 FAREWELL_S = 10.0
 """How long rank 0 keeps the control channel open at the end for ranks that still read an outcome from it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the user chose."""
-
-    keep: Keep | None
-    deadline_s: float
-    write_deadline_s: float
-    check_replicas: Literal["first", "always", "never"] = "always"
-    snapshot: Literal["overlap", "block"] = "overlap"
 
 
 @dataclass(slots=True)

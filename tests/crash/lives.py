@@ -20,9 +20,9 @@ from ranks import on_all, replica
 from unbroken.cluster import Cluster
 from unbroken.commit import Outcome, SaveId
 from unbroken.directory import agree_on_directory
-from unbroken.policy import Keep
+from unbroken.policy import Keep, Settings
 from unbroken.recovery import Recovered, restore_together
-from unbroken.session import Session, Settings
+from unbroken.session import Session
 from unbroken.state.captured import Captured, LiveTensor, Restoration, SavedTensors
 from unbroken.store.local import LocalStore
 

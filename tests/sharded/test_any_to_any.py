@@ -18,8 +18,9 @@ from unbroken.candidates import candidates, saved_for
 from unbroken.commit import SaveId
 from unbroken.layout.boxes import intersect, whole
 from unbroken.layout.spread import Cuts, Mesh, Stretch
+from unbroken.policy import Settings
 from unbroken.reading import read_tensors, targets_of
-from unbroken.session import Session, Settings
+from unbroken.session import Session
 from unbroken.state.captured import Captured, LiveTensor
 from unbroken.store.local import LocalStore
 
