@@ -1,0 +1,234 @@
+"""Ways to save one process's training state, as their users use them, all made durable: files are synced.
+
+Each has `save(step)`, which returns when training may go on; `finish()`, when the save is durable; and `load()`, which
+brings the newest save back into the live objects. A peer that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+def sync(path: Path) -> None:
+    """Make a file, or all files of a directory, durable."""
+    for file in [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]:
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+class Peer:
+    """What the others have in common."""
+
+    needs: ClassVar[str] = ""
+    """A package that must be installed."""
+
+    def __init__(self, directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        self.directory, self.model, self.optimizer = directory, model, optimizer
+        self.newest = directory
+
+    @classmethod
+    def is_there(cls) -> bool:
+        """True if it can run here."""
+        return not cls.needs or importlib.util.find_spec(cls.needs) is not None
+
+    def save(self, step: int) -> None:
+        """Return when training may go on."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Return when the newest save is durable."""
+
+    def load(self) -> None:
+        """Bring the newest save back."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """What is saved, as the framework's own state dicts."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def put(self, state: dict[str, Any]) -> None:
+        """Give state dicts back."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Nothing(Peer):
+    """No save at all."""
+
+    def save(self, step: int) -> None:
+        pass
+
+    def load(self) -> None:
+        pass
+
+
+class TorchSave(Peer):
+    """torch.save and fsync."""
+
+    def save(self, step: int) -> None:
+        self.newest = self.directory / f"{step}.pt"
+        torch.save(self.state(), self.newest)
+        sync(self.newest)
+
+    def load(self) -> None:
+        self.put(torch.load(self.newest, mmap=True, weights_only=True))
+
+
+class Dcp(Peer):
+    """torch.distributed.checkpoint.save."""
+
+    def save(self, step: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        self.newest = self.directory / str(step)
+        dcp.save(self._named(), checkpoint_id=self.newest)
+
+    def load(self) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._named()
+        dcp.load(state, checkpoint_id=self.newest)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def _named(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+class DcpThread(Dcp):
+    """DCP's async_save in a thread."""
+
+    kind = "thread"
+    _future: Future[Any] | None = None
+
+    def save(self, step: int) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        self.finish()
+        self.newest = self.directory / str(step)
+        kind = AsyncCheckpointerType.THREAD if self.kind == "thread" else AsyncCheckpointerType.PROCESS
+        self._future = dcp.async_save(self._named(), checkpoint_id=self.newest, async_checkpointer_type=kind)
+
+    def finish(self) -> None:
+        if self._future is not None:
+            self._future.result()
+            self._future = None
+
+
+class DcpProcess(DcpThread):
+    """DCP's async_save in a process."""
+
+    kind = "process"
+
+
+class Snapshot(Peer):
+    """torchsnapshot's async_take; it does not sync by itself."""
+
+    needs = "torchsnapshot"
+    _pending: Any = None
+
+    def save(self, step: int) -> None:
+        import torchsnapshot
+
+        self.finish()
+        self.newest = self.directory / str(step)
+        self._pending = torchsnapshot.Snapshot.async_take(str(self.newest), self._app_state())
+
+    def finish(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            sync(self.newest)
+            self._pending = None
+
+    def load(self) -> None:
+        import torchsnapshot
+
+        torchsnapshot.Snapshot(str(self.newest)).restore(self._app_state())
+
+    def _app_state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+class Safetensors(Peer):
+    """safetensors' save_file of weights and moments, and fsync."""
+
+    needs = "safetensors"
+
+    def save(self, step: int) -> None:
+        from safetensors.torch import save_file
+
+        self.newest = self.directory / f"{step}.safetensors"
+        save_file(self._flat(), self.newest)
+        sync(self.newest)
+
+    def load(self) -> None:
+        from safetensors import safe_open
+
+        live = self._flat()
+        with safe_open(self.newest, "pt") as file, torch.no_grad():
+            for name in file.keys():  # noqa: SIM118  # no mapping
+                live[name].copy_(file.get_tensor(name))
+
+    def _flat(self) -> dict[str, torch.Tensor]:
+        flat = {f"model.{name}": tensor.detach() for name, tensor in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            flat |= {f"optimizer.{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
+        return flat
+
+
+class Unbroken(Peer):
+    """This library, with digests and fsync, as it comes."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        import unbroken
+
+        super().__init__(directory, model, optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        self._checkpointer = unbroken.Checkpointer(directory, state, on_error="raise", **self.options)
+
+    def save(self, step: int) -> None:
+        self._checkpointer.step()
+        self._checkpointer.save()
+
+    def finish(self) -> None:
+        self._checkpointer.wait()
+
+    def load(self) -> None:
+        import unbroken
+
+        with unbroken.Checkpointer(self.directory, {"model": self.model, "optimizer": self.optimizer}) as again:
+            again.restore()
+
+
+class UnbrokenBlock(Unbroken):
+    """The same with snapshot="block"."""
+
+    options: ClassVar[dict[str, Any]] = {"snapshot": "block"}
+
+
+PEERS: dict[str, type[Peer]] = {
+    "nothing": Nothing,
+    "torch.save": TorchSave,
+    "dcp": Dcp,
+    "dcp async thread": DcpThread,
+    "dcp async process": DcpProcess,
+    "torchsnapshot": Snapshot,
+    "safetensors": Safetensors,
+    "unbroken": Unbroken,
+    "unbroken block": UnbrokenBlock,
+}
