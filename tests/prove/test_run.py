@@ -42,11 +42,8 @@ def test_a_script_that_resumes_exactly_passes_every_kind_of_fault(tmp_path):
     assert still_running(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    # Here on two ranks; on one, tests/cli/test_prove.py forgets the optimizer, and a test below the RNG.
-    "forgotten",
-    ["samples", pytest.param("rng", marks=pytest.mark.slow), pytest.param("optimizer", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # its short twins, within processes, are in test_forgetful.py
+@pytest.mark.parametrize("forgotten", ["samples", "rng", "optimizer"])
 def test_a_script_that_forgets_a_part_of_its_state_fails_and_the_part_is_named(tmp_path, forgotten):
     report = run(tmp_path, "--forget", forgotten)
     trial = report.trials[-1]
@@ -59,6 +56,7 @@ def test_a_script_that_forgets_a_part_of_its_state_fails_and_the_part_is_named(t
     assert still_running(tmp_path) == []
 
 
+@pytest.mark.slow  # its short twin is in test_forgetful.py
 def test_a_script_that_does_not_repeat_itself_is_not_blamed_on_resuming(tmp_path):
     report = run(tmp_path, "--drift", nproc=1)
     assert not report.passed

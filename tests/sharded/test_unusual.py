@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import unbroken
 from processes import Raised
@@ -266,3 +267,25 @@ def compose(rank, world_size, directory):
 def test_ddps_composable_form_is_told_to_be_inexact(ranks, tmp_path):
     for told in ranks.run_all_well(f"{MODULE}:compose", 2, str(tmp_path)):
         assert len(told) == 1 and "use DistributedDataParallel instead" in told[0]
+
+
+def outlive_the_group(rank, world_size, directory):
+    """A model whose process group is gone, kept alive beside a job that keeps a ledger, and registered in another."""
+    group = dist.new_group()
+    gone = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    optimizer = torch.optim.SGD(gone.parameters(), 0.1)
+    gone(torch.ones(1, 2)).sum().backward()
+    dist.destroy_process_group(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNBROKEN_LEDGER", f"{directory}/ledger")
+        with unbroken.Checkpointer(f"{directory}/run", {"weight": torch.ones(1)}, on_error="raise") as ckpt:
+            ckpt.step(loss=1.0)
+            ckpt.save()
+    assert optimizer.param_groups
+    save_once(rank, f"{directory}/other", {"model": gone})
+
+
+def test_a_model_whose_process_group_is_gone_harms_no_other_job_and_is_refused_by_name(ranks, tmp_path):
+    for result in ranks.run(f"{MODULE}:outlive_the_group", 2, str(tmp_path)):
+        assert isinstance(result, Raised) and result.kind == "UsageError", result
+        assert "the process group of a DistributedDataParallel is gone" in result.text

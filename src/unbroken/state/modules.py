@@ -7,6 +7,7 @@ Tied tensors are stored once. `State` knows them across all registered modules, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ def prepare_module(draft: Draft, name: str, module: nn.Module, slots: list[Slot]
         if is_fsdp1(place.module):
             if is_gathered(place.module):
                 draft.differing.append(f"{name} is gathered for a backward that has not come: restore before a forward")
-            draft.then(Phase.MODULES, _calling(drop_gathered, lambda module=place.module: module))  # type: ignore[misc]
+            draft.then(Phase.MODULES, partial(drop_gathered, place.module))
 
 
 def _compare_frozen(draft: Draft, name: str, slots: list[Slot], parameters: set[str], frozen: set[str]) -> None:

@@ -154,8 +154,16 @@ def check_plain(slot: Slot) -> None:
 
 
 def replicated_by(ddp: DistributedDataParallel, parameter: Tensor) -> Spread | None:
-    """Each rank of DDP's process group holds the parameter whole; None if there is only one."""
-    ranks = dist.get_process_group_ranks(ddp.process_group)
+    """Each rank of DDP's process group holds the parameter whole; None if there is only one.
+
+    Raises UsageError if the group was destroyed.
+    """
+    try:
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            "the process group of a DistributedDataParallel is gone: make the model anew after destroy_process_group()"
+        ) from error
     return replicated(tuple(parameter.shape), tuple(ranks)) if len(ranks) > 1 else None
 
 

@@ -27,8 +27,10 @@ def placed_beside(tensor: Tensor, parameter: Tensor) -> Json | None:
     """`{mesh, parameter, own}`, as the format has it; None if placed like the parameter, or in a way without a name."""
     if not (is_dtensor(tensor) and is_dtensor(parameter)):
         return None
+    if tensor.placements == parameter.placements or tensor.device_mesh != parameter.device_mesh:
+        return None  # nearly always, at every save
     own, beside = _texts(tensor), _texts(parameter)
-    if own is None or beside is None or own == beside or tensor.device_mesh != parameter.device_mesh:
+    if own is None or beside is None:
         return None
     return {"mesh": list(parameter.device_mesh.shape), "parameter": beside, "own": own}
 
