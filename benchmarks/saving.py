@@ -26,6 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +68,15 @@ class Loop:
         self.model, self.optimizer = model, optimizer
         self.batch = torch.randn(rows, model[0].in_features)  # type: ignore[index,arg-type]
         self.optimizer_s: list[float] = []
+        self.lock: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def step(self) -> None:
         """One optimizer step."""
         self.optimizer.zero_grad()
         self.model(self.batch).square().mean().backward()
         began = time.perf_counter()
-        self.optimizer.step()
+        with self.lock():
+            self.optimizer.step()
         self.optimizer_s.append(time.perf_counter() - began)
 
     def rows_for(self, step_s: float) -> None:
@@ -95,6 +99,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(dir=arguments.dir))
     try:
         peer = PEERS[name](directory, model, optimizer)
+        loop.lock = peer.lock
         for step in range(3):  # warm: arenas, processes, the rehearsal of an overlapped snapshot
             peer.save(step)
             loop.step()
@@ -116,6 +121,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             after.append(loop.optimizer_s[-arguments.every] - usual)
             saving.append(time.perf_counter() - began)
             peer.finish()
+        peer.prepare()
         began = time.perf_counter()
         peer.save(1000)
         peer.finish()
@@ -126,7 +132,9 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             "durable": durable,
             "peak_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
         }
-        return found | (load(peer, loop, directory) if name != "nothing" else {})
+        found |= load(peer, loop, directory) if name != "nothing" else {}
+        peer.close()
+        return found
     finally:
         shutil.rmtree(directory)
 
