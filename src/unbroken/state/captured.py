@@ -55,7 +55,10 @@ class Captured:
     values: dict[str, Json] = field(default_factory=dict)
     """By registered name (`scheduler`, `optimizer`, …, and `rng`): everything that is not a tensor, encoded."""
     fenced: set[str] = field(default_factory=set)
-    """Tensors that only the step of a torch optimizer changes, as far as the state can tell."""
+    """Tensors that only the step of a torch optimizer changes, as far as the state can tell. Not to be changed."""
+    standing: Mapping[str, LiveTensor] = field(default_factory=dict)
+    """Those of `tensors` that modules and optimizers have: the same mapping as at the capture before, as long as each
+    is the same tensor in the same place. Not to be changed."""
 
 
 @dataclass(slots=True)

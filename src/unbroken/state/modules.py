@@ -6,7 +6,7 @@ Tied tensors are stored once. `State` knows them across all registered modules, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -16,16 +16,13 @@ from unbroken.state.captured import Captured, Json, LiveTensor
 from unbroken.state.codec import encode
 from unbroken.state.draft import Draft, Phase, count_and_name
 from unbroken.state.fsdp1 import drop_gathered, is_fsdp1, is_gathered
-from unbroken.state.names import Slot, Ties, join, walk
+from unbroken.state.names import Place, Slot, Ties, join, walk
 
 KIND = "module"
 
 
-def capture_module(captured: Captured, name: str, module: nn.Module, slots: list[Slot]) -> None:
-    """The module's values; its tensors are captured with those of all modules by `capture_slots`.
-
-    slots  those of this module
-    """
+def capture_extra(captured: Captured, name: str, places: Sequence[Place]) -> dict[str, Json]:
+    """The extra state of a module's parts, which only they can tell; new at each save."""
     tensors: dict[str, Tensor] = {}
     extra = {
         place.fqn: encode(
@@ -34,29 +31,43 @@ def capture_module(captured: Captured, name: str, module: nn.Module, slots: list
             tensors,
             text=_text(name, place.fqn),
         )
-        for place in walk(module)
-        if _has_extra_state(place.module)
+        for place in places
     }
     captured.tensors.update({key: LiveTensor(tensor) for key, tensor in tensors.items()})
-    captured.values[name] = {
+    return extra
+
+
+def places_with_extra(places: Sequence[Place]) -> list[Place]:
+    """The parts of a module that have extra state."""
+    return [place for place in places if _has_extra_state(place.module)]
+
+
+def describe_module(slots: Sequence[Slot]) -> Json:
+    """What a module's values say of its tensors, but for names that are tied."""
+    return {
         "kind": KIND,
         "parameters": [slot.fqn for slot in slots if slot.is_parameter],
         "frozen": [slot.fqn for slot in slots if slot.is_parameter and not slot.tensor.requires_grad],
         "buffers": [slot.fqn for slot in slots if not slot.is_parameter and slot.persistent],
         "transient_buffers": [slot.fqn for slot in slots if not slot.persistent],
-        "extra": extra,
         "broadcast": [slot.fqn for slot in slots if slot.broadcast],
     }
 
 
-def capture_slots(captured: Captured, ties: Ties) -> None:
-    """The tensors of all modules, each once, and under which other names they are known."""
+def tensors_of(ties: Ties) -> Iterator[tuple[str, LiveTensor]]:
+    """The tensors of all modules, each once, by its first name."""
     for slots in ties.groups.values():
         spread = next((slot.spread for slot in slots if slot.spread is not None), None)
-        captured.tensors[slots[0].name] = LiveTensor(slots[0].local.detach(), spread)
+        yield slots[0].name, LiveTensor(slots[0].local.detach(), spread)
+
+
+def aliases_in(ties: Ties) -> dict[str, dict[str, str]]:
+    """By registered name: under which other names the tensors are known."""
+    aliases: dict[str, dict[str, str]] = {}
     for slots in ties.groups.values():
         for slot in slots[1:]:
-            captured.values[slot.root].setdefault("aliases", {})[slot.fqn] = slots[0].name
+            aliases.setdefault(slot.root, {})[slot.fqn] = slots[0].name
+    return aliases
 
 
 def prepare_module(draft: Draft, name: str, module: nn.Module, slots: list[Slot]) -> None:

@@ -30,16 +30,27 @@ _NOT_OPTIONS = ("params", "param_names")
 """`param_names` is the user's own list, in the order of `params`."""
 
 
-def capture_optimizer(captured: Captured, name: str, optimizer: Optimizer, parameters: ParameterNames) -> None:
-    """State by parameter, options by group.
+@dataclass(slots=True)
+class OptimizerLook:
+    """What stands of an optimizer from one save to the next: all but its options."""
 
-    Raises UsageError for a parameter that nothing registered holds, UnsupportedValue for an option or state that
-    cannot be stored.
+    owners: list[list[Owner]]
+    """The parameters of each group."""
+    by_several: frozenset[int]
+    """See `Shared`."""
+    state: dict[str, Json]
+    """Values of each parameter's state."""
+
+
+def look_at_optimizer(captured: Captured, name: str, optimizer: Optimizer, parameters: ParameterNames) -> OptimizerLook:
+    """State by parameter; its tensors go into `captured`.
+
+    Raises UsageError for a parameter that nothing registered holds, UnsupportedValue for state that cannot be stored.
     """
     owners = owners_in(name, optimizer, parameters)
     _refuse_strange_keys(name, optimizer, owners)
     shared = Shared(by_several=_shared_by_several(optimizer, owners))
-    groups = [_capture_group(captured, name, index, optimizer, owners, shared) for index in range(len(owners))]
+    _capture_groups(Captured(), name, optimizer, owners, shared)  # a state may refer to a tensor among the options
     state = {
         owner.name: capture_state(
             captured, f"{name}/state/{owner.name}", owner, optimizer.state[owner.parameter], shared
@@ -51,7 +62,23 @@ def capture_optimizer(captured: Captured, name: str, optimizer: Optimizer, param
     }
     if getattr(type(optimizer).step, "hooked", False):  # torch calls hooks before it, whatever the subclass
         captured.fenced.update(_fenced(name, owners, state))
-    captured.values[name] = {"kind": KIND, "class": type(optimizer).__qualname__, "groups": groups, "state": state}
+    return OptimizerLook(owners, shared.by_several, state)
+
+
+def capture_optimizer(captured: Captured, name: str, optimizer: Optimizer, look: OptimizerLook) -> None:
+    """Options by group, and the state that was looked at.
+
+    Raises UnsupportedValue for an option that cannot be stored.
+    """
+    groups = _capture_groups(captured, name, optimizer, look.owners, Shared(by_several=look.by_several))
+    cls = type(optimizer).__qualname__
+    captured.values[name] = {"kind": KIND, "class": cls, "groups": groups, "state": look.state}
+
+
+def _capture_groups(
+    captured: Captured, name: str, optimizer: Optimizer, owners: Sequence[Sequence[Owner]], shared: Shared
+) -> list[Json]:
+    return [_capture_group(captured, name, index, optimizer, owners, shared) for index in range(len(owners))]
 
 
 def _fenced(name: str, owners: Sequence[Sequence[Owner]], state: Json) -> Iterator[str]:

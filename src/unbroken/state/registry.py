@@ -22,7 +22,8 @@ from unbroken.errors import UnbrokenError, UnsupportedValue, UsageError
 from unbroken.state import buckets, foreign_optimizers, gradients, modules, objects, optimizers, rng
 from unbroken.state.captured import Captured, Json, LiveTensor, Restoration, SavedTensor
 from unbroken.state.draft import Draft, naming
-from unbroken.state.names import ParameterNames, Slot, Ties, check_plain, join, slots_of, walk
+from unbroken.state.look import Keeper, Look
+from unbroken.state.names import ParameterNames, Place, Slot, Ties, check_plain, join, slots_of, walk
 from unbroken.state.sharding import holds_unreduced_gradients, spread_of
 
 TENSOR = "tensor"
@@ -47,6 +48,7 @@ class State:
             _check_object(name, value)
         self._objects = dict(objects)
         self._orders: dict[str, list[buckets.BucketOrder]] = {}
+        self._keeper = Keeper()
 
     def watch(self) -> None:
         """Observe from now on what only shows while training: the order in which DDP gets gradients. Idempotent.
@@ -73,21 +75,48 @@ class State:
             return self._capture(accumulating)
 
     def _capture(self, accumulating: bool) -> Captured:
-        captured = Captured()
+        look = self._keeper.current(self._look)
+        captured = Captured(dict(look.standing), fenced=look.fenced, standing=look.standing)
         rng.capture_global(captured)
         for name, generator in self._of_type(rng.GENERATORS).items():
             rng.capture_generator(captured, name, generator)
-        by_name = self._slots()
-        slots = list(chain.from_iterable(by_name.values()))
-        parameters = ParameterNames(slots)
         for name, value in self._objects.items():
             with naming(f"saving {name}"):
-                self._capture_one(captured, name, value, by_name.get(name, []), parameters)
-        modules.capture_slots(captured, Ties(slots))
+                self._capture_one(captured, name, value, look)
         if accumulating:
             self._refuse_unreduced()
-        gradients.capture_gradients(captured, parameters, accumulating=accumulating)
+        gradients.capture_gradients(captured, look.parameters, accumulating=accumulating)
         return captured
+
+    def _look(self) -> Look:
+        """Everything that a capture finds in modules and optimizers."""
+        by_name = self._slots()
+        slots = list(chain.from_iterable(by_name.values()))
+        ties, found = Ties(slots), Captured()
+        look = Look(by_name, ParameterNames(slots))
+        aliases = modules.aliases_in(ties)
+        walked: list[Place] = []
+        own: list[Optimizer] = []
+        alone: list[Tensor] = []
+        for name, value in self._objects.items():
+            with naming(f"saving {name}"):
+                if isinstance(value, nn.Module):
+                    places = list(walk(value))
+                    walked += places
+                    look.with_extra[name] = modules.places_with_extra(places)
+                    look.described[name] = modules.describe_module(by_name[name])
+                elif isinstance(value, Tensor):
+                    look.described[name] = {"kind": TENSOR}
+                    alone.append(value)
+                elif isinstance(value, Optimizer) and not foreign_optimizers.is_foreign(value):
+                    look.optimizers[name] = optimizers.look_at_optimizer(found, name, value, look.parameters)
+                    own.append(value)
+            if name in aliases:
+                look.described[name]["aliases"] = aliases[name]
+        found.tensors.update(modules.tensors_of(ties))
+        look.standing, look.fenced = found.tensors, found.fenced
+        look.remember([place.module for place in walked], own, alone)
+        return look
 
     def _refuse_unreduced(self) -> None:
         """Raise for partial gradients that lie where nobody finds them."""
@@ -99,18 +128,17 @@ class State:
                         "optimizer steps, or let it reduce in every micro-step (set_requires_gradient_sync(True))"
                     )
 
-    def _capture_one(
-        self, captured: Captured, name: str, value: object, slots: list[Slot], parameters: ParameterNames
-    ) -> None:
+    def _capture_one(self, captured: Captured, name: str, value: object, look: Look) -> None:
         if isinstance(value, nn.Module):
-            modules.capture_module(captured, name, value, slots)
-            buckets.capture_orders(captured, name, self._orders_of(name, slots))
+            extra = modules.capture_extra(captured, name, look.with_extra[name])
+            captured.values[name] = {**look.described[name], "extra": extra}
+            buckets.capture_orders(captured, name, self._orders_of(name, look.slots[name]))
         elif isinstance(value, Tensor):
-            captured.values[name] = {"kind": TENSOR}
+            captured.values[name] = look.described[name]
+        elif isinstance(value, Optimizer) and name in look.optimizers:
+            optimizers.capture_optimizer(captured, name, value, look.optimizers[name])
         elif isinstance(value, Optimizer):
-            foreign = foreign_optimizers.is_foreign(value)
-            capture = foreign_optimizers.capture_foreign if foreign else optimizers.capture_optimizer
-            capture(captured, name, value, parameters)
+            foreign_optimizers.capture_foreign(captured, name, value, look.parameters)
         elif not isinstance(value, rng.GENERATORS) and objects.is_stateful(value):
             objects.capture_object(captured, name, value)
 

@@ -27,10 +27,17 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-@torch.no_grad()
 def local_of(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: the shard of a DTensor, any other as it is. Never a copy."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def shard_and_spec(tensor: DTensor) -> tuple[Tensor, object]:
+    """The two objects that a DTensor is made of (private names, torch 2.6 to 2.13): where it lies, and how."""
+    return tensor._local_tensor, tensor._spec
 
 
 def reason_not_spread(tensor: Tensor) -> str | None:
