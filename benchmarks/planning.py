@@ -31,7 +31,7 @@ from unbroken.layout.ownership import Extent, share_out
 from unbroken.layout.spread import Cuts, Mesh, line, overlapping
 from unbroken.manifest import FileRecord, Manifest, PieceRecord, TensorRecord, box_of, decode, encode
 from unbroken.pieces import Pieces
-from unbroken.snapshot import MOST_PIECES, Plan, plan_snapshot, structure_of
+from unbroken.planning import MOST_PIECES, Plan, plan_snapshot, structure_of
 from unbroken.state.captured import Captured, LiveTensor
 from unbroken.store.local import LocalStore
 

@@ -17,10 +17,10 @@ from unbroken.candidates import candidates, find_tip, saved_for
 from unbroken.commit import SaveId
 from unbroken.errors import HistoryExists
 from unbroken.manifest import MANIFEST, Manifest, decode
+from unbroken.planning import structure_of
 from unbroken.policy import Keep, Settings
 from unbroken.reading import read_tensors, targets_of
 from unbroken.session import Session
-from unbroken.snapshot import structure_of
 from unbroken.state.captured import Captured, LiveTensor
 from unbroken.store.local import LocalStore
 

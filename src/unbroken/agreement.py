@@ -24,7 +24,8 @@ import xxhash
 from unbroken.image.digest import digest_text
 from unbroken.layout.boxes import Box, intersect
 from unbroken.layout.spread import Cuts, holding
-from unbroken.snapshot import as_bytes, digest_replicas, held_boxes, structure_of
+from unbroken.planning import structure_of
+from unbroken.snapshot import as_bytes, digest_replicas, held_boxes
 from unbroken.state.captured import Captured
 
 Range: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

@@ -76,6 +76,7 @@ class Copier:
         self._pid = os.getpid()
         self._safe: set[str] = set()
         self._unsafe: set[str] = set()
+        self._may_wait: tuple[Collection[str], frozenset[str]] | None = None
         self._rehearsal: tuple[list[str], list[Tensor], list[int]] | None = None
         self._current: Copy | None = None
         self._jobs: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
@@ -94,9 +95,11 @@ class Copier:
             self._handle.remove()
         self._jobs.put(None)
 
-    def may_wait(self, fenced: Collection[str]) -> set[str]:
+    def may_wait(self, fenced: Collection[str]) -> frozenset[str]:
         """Which of the tensors that only an optimizer changes need not be copied at once."""
-        return self._safe.intersection(fenced)
+        if self._may_wait is None or self._may_wait[0] is not fenced:
+            self._may_wait = fenced, frozenset(self._safe.intersection(fenced))
+        return self._may_wait[1]
 
     def rehearse(self, tensors: Mapping[str, Tensor]) -> None:
         """See until the next fence which of these tensors change, all of which were copied at once."""
@@ -116,8 +119,10 @@ class Copier:
             return  # a forked child has neither the thread nor the state that is copied
         if not copy.done.wait(self._deadline_s):
             copy.changed.append(copy.names[0])
-        self._unsafe.update(copy.changed)
-        self._safe.difference_update(copy.changed)
+        if copy.changed:
+            self._unsafe.update(copy.changed)
+            self._safe.difference_update(copy.changed)
+            self._may_wait = None
         self._current = None
 
     def _fence(self) -> None:
@@ -129,7 +134,7 @@ class Copier:
                 log.debug("copied at once from now on, since they change outside of optimizers: %s", changed)
             self._unsafe.update(changed)
             self._safe.update(set(self._rehearsal[0]).difference(changed))
-            self._rehearsal = None
+            self._rehearsal = self._may_wait = None
 
     def _serve(self) -> None:
         while (copy := self._jobs.get()) is not None:

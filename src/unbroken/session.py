@@ -49,8 +49,9 @@ from unbroken.layout.spread import holding
 from unbroken.manifest import Manifest
 from unbroken.meeting import Meetings
 from unbroken.overlap import Copier
+from unbroken.planning import Plan, Structures, plan_snapshot
 from unbroken.policy import Settings
-from unbroken.snapshot import Plan, Snapshot, digest_replicas, plan_snapshot, structure_of, take
+from unbroken.snapshot import Routes, Snapshot, digest_replicas, take
 from unbroken.state.captured import Captured
 from unbroken.store.local import LocalStore
 from unbroken.writer import Job, Writer, not_entered_by_rank_0
@@ -81,6 +82,8 @@ class Session:
     _coordinator: Coordinator | None = None
     meetings: Meetings | None = None
     _copier: Copier | None = None
+    _structures: Structures = field(default_factory=Structures)
+    _routes: Routes = field(default_factory=Routes)
     _plan: Plan | None = None
     _planned_once: bool = False
     _shared: str = ""
@@ -208,35 +211,34 @@ class Session:
         """The snapshot, complete or with a rest that is being copied when this returns."""
         copier = self._copier
         waiting = copier.may_wait(captured.fenced) if copier is not None else set()
-        snapshot = take(captured, plan, arena, waiting)
-        rest = snapshot.rest
-        waiting = set(rest.names) if rest is not None else set()
-        apart = {*self._common.apart, *self._common.ceded}
-        self._digest_replicas(snapshot, captured, captured.tensors.keys() - apart - waiting)
+        route = self._routes.of(captured, plan, waiting)
+        snapshot = take(captured, plan, arena, route)
+        self._digest_replicas(snapshot, captured, captured.tensors.keys() - route.waiting)
         if copier is not None:
-            rehearsing = captured.fenced.intersection(captured.tensors) - waiting
-            copier.rehearse({name: captured.tensors[name].tensor for name in rehearsing})
-            if rest is not None:
-                rest.afterwards = lambda: self._digest_replicas(snapshot, captured, waiting - apart)
-                copier.submit(rest)
+            rehearsing = captured.fenced - route.waiting
+            copier.rehearse({name: captured.tensors[name].tensor for name in rehearsing if name in captured.tensors})
+            if snapshot.rest is not None:
+                snapshot.rest.afterwards = lambda: self._digest_replicas(snapshot, captured, route.waiting)
+                copier.submit(snapshot.rest)
         return snapshot
 
     def _plan_for(self, save: SaveId, captured: Captured) -> Plan:
         """The plan of this structure: the one we have, or a new one made together with all ranks."""
         rank, world_size = self.cluster.rank, self.cluster.world_size
-        structure = structure_of(captured)
+        structure = self._structures.of(captured)
         if self._plan is not None and self._plan.structure == structure:
             self._enter(save, Entered())
             return self._plan
         # What only this rank has may change without the others: they divide the shared tensors as before.
-        shared = structure_of(captured, shared_only=True)
+        shared = self._structures.of(captured, shared_only=True)
         if world_size == 1 or self._shared == shared:
             self._enter(save, Entered())
         else:
             self.forget_plan()
             self._common = self._common_plan(save, captured)
             self._shared = shared
-        self._plan = plan_snapshot(captured, rank, world_size, frozenset(self._common.apart), self._ceded(captured))
+        apart, ceded = frozenset(self._common.apart), self._ceded(captured)
+        self._plan = plan_snapshot(captured, rank, world_size, apart, ceded, structure)
         if rank == 0 and world_size > 1 and not self._planned_once:
             _warn_of_modules_without_ddp(captured, world_size)
         self._planned_once = True
@@ -258,6 +260,7 @@ class Session:
         follows a rank's own loss, say, and a checkpoint made of parts of several ranks would be none of them.
         """
         if self.cluster.world_size > 1 and self.settings.check_replicas == "always":
+            names = set(names).difference(self._common.apart, self._common.ceded)
             for holders, digests in digest_replicas(captured, self.cluster.rank, names).items():
                 snapshot.replicas.setdefault(holders, {}).update(digests)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks import clusters, on_all
-from unbroken import snapshot
+from unbroken import planning
 from unbroken.candidates import candidates, saved_for
 from unbroken.commit import SaveId
 from unbroken.layout.boxes import intersect, whole
@@ -71,7 +71,7 @@ def plans(draw):
         shape = draw(shapes)
         spread = (draw(spreads(shape, before)), draw(spreads(shape, after)))
         tensors.append((f"model/t{index}", draw(st.sampled_from(DTYPES)), *spread))
-    return before, after, tensors, draw(st.sampled_from([1, snapshot.MOST_PIECES]))
+    return before, after, tensors, draw(st.sampled_from([1, planning.MOST_PIECES]))
 
 
 def make(name, dtype, shape):
@@ -118,7 +118,7 @@ def save(root, world, tensors):
 @given(plans())
 def test_any_layout_restores_into_any_other(plan):
     before, after, tensors, most_pieces = plan
-    original, snapshot.MOST_PIECES = snapshot.MOST_PIECES, most_pieces
+    original, planning.MOST_PIECES = planning.MOST_PIECES, most_pieces
     try:
         with tempfile.TemporaryDirectory() as directory:
             root = Path(directory) / "run"
@@ -126,7 +126,7 @@ def test_any_layout_restores_into_any_other(plan):
             save(root, before, tensors)
             restore(LocalStore(root), after, tensors)
     finally:
-        snapshot.MOST_PIECES = original
+        planning.MOST_PIECES = original
 
 
 def restore(store, world, tensors):

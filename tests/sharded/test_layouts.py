@@ -10,7 +10,7 @@ import pytest
 import independent_reader
 import unbroken
 from sharded.models import make_job
-from unbroken import snapshot
+from unbroken import planning
 from unbroken.candidates import candidates
 from unbroken.errors import DamagedCheckpoint
 from unbroken.image.digest import digest_blocks
@@ -26,7 +26,7 @@ class Source(NamedTuple):
 
     layout: str
     world_size: int
-    most_pieces: int = snapshot.MOST_PIECES
+    most_pieces: int = planning.MOST_PIECES
     """A tensor in more pieces is described by its cuts."""
 
 
@@ -49,11 +49,11 @@ RESTORED = [(layout, world_size) for layout, world_size, most in SAVED if most >
 RESTORED += [("fsdp2", 3), ("fsdp2", 2), ("fsdp1", 3), ("fsdp1_flat", 3), ("two_dimensional", 2)]
 
 
-def save(rank, world_size, directory, layout, most_pieces=snapshot.MOST_PIECES):
+def save(rank, world_size, directory, layout, most_pieces=planning.MOST_PIECES):
     """Two steps, a checkpoint, and what it must hold."""
     job = make_job(layout, seed=1)
     with pytest.MonkeyPatch.context() as patch, unbroken.Checkpointer(directory, job.state, on_error="raise") as ckpt:
-        patch.setattr(snapshot, "MOST_PIECES", most_pieces)
+        patch.setattr(planning, "MOST_PIECES", most_pieces)
         for seed in (0, 1):
             job.step(seed)
             ckpt.step()
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_any_layout_restores_into_this_one(ranks, saved, tmp_pat
 def test_both_ways_to_describe_pieces_were_tried(saved):
     versions = {source: json.loads((path / "step-2/manifest.json").read_bytes()) for source, (path, _) in saved.items()}
     assert {source.most_pieces: text["version"] for source, text in versions.items() if source.layout == "fsdp2"} == {
-        snapshot.MOST_PIECES: 1,
+        planning.MOST_PIECES: 1,
         1: 2,
     }
 

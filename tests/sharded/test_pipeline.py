@@ -18,7 +18,7 @@ import independent_reader
 import unbroken
 from processes import Raised
 from sharded.models import full, raw
-from unbroken import snapshot
+from unbroken import planning
 from unbroken.errors import SaveFailed
 
 MODULE = "sharded.test_pipeline"
@@ -95,11 +95,11 @@ def content(parameters, optimizer):
     }
 
 
-def train(rank, world_size, directory, layouts, seed, until, most_pieces=snapshot.MOST_PIECES, shared=True):
+def train(rank, world_size, directory, layouts, seed, until, most_pieces=planning.MOST_PIECES, shared=True):
     """Restore if there is something, train up to a step, save; what was there at the start and at the end."""
     job = Pipeline(layouts, seed, shared=shared)
     with pytest.MonkeyPatch.context() as patch, unbroken.Checkpointer(directory, job.state, on_error="raise") as ckpt:
-        patch.setattr(snapshot, "MOST_PIECES", most_pieces)
+        patch.setattr(planning, "MOST_PIECES", most_pieces)
         ckpt.restore()
         begun = content(job.parameters(), job.optimizer)
         while ckpt.global_step < until:
@@ -132,7 +132,7 @@ def elements_stored(run, step):
     return stored
 
 
-@pytest.mark.parametrize("most_pieces", [snapshot.MOST_PIECES, 1], ids=["pieces", "cuts"])
+@pytest.mark.parametrize("most_pieces", [planning.MOST_PIECES, 1], ids=["pieces", "cuts"])
 @pytest.mark.parametrize("layouts", [SHARDED, *MIXED], ids="-".join)
 def test_an_embedding_of_both_stages_is_stored_once_and_restores_into_any_layout(ranks, tmp_path, layouts, most_pieces):
     run = str(tmp_path / "run")
@@ -153,7 +153,7 @@ def test_an_embedding_of_both_stages_is_stored_once_and_restores_into_any_layout
 
 def test_stages_without_anything_in_common_are_one_model(ranks, tmp_path):
     run = str(tmp_path / "run")
-    results = ranks.run_all_well(f"{MODULE}:train", 4, run, SHARDED, 1, STEPS, snapshot.MOST_PIECES, False)
+    results = ranks.run_all_well(f"{MODULE}:train", 4, run, SHARDED, 1, STEPS, planning.MOST_PIECES, False)
     whole = results[0][1] | results[2][1]
     assert len(whole) == 4 * 6
     for world_size in (4, 1):
