@@ -38,28 +38,47 @@ def read_verified(store: LocalStore, directory: str, file: FileRecord, begin: in
     Raises DamagedCheckpoint, naming file and bytes.
     """
     data = bytearray(end - begin)
-    read_blocks(store, directory, file, [Landing(begin, memoryview(data))])
+    source = DataFile(store, directory, file)
+    try:
+        source.read([Landing(begin, memoryview(data))])
+    finally:
+        source.close()
     return data
 
 
-def read_blocks(store: LocalStore, directory: str, file: FileRecord, landings: Sequence[Landing]) -> None:
-    """Fill each landing from a file. What else lies in their first to last block is read too, and dropped.
+class DataFile:
+    """A data file, open for reading, by several threads at once."""
 
-    landings  in the order of their bytes, which they do not share
+    def __init__(self, store: LocalStore, directory: str, file: FileRecord) -> None:
+        """Raises DamagedCheckpoint if it is not there, or no file."""
+        self._name = f"{directory}/{file.name}"
+        self._record = file
+        try:
+            self._file = store.open(self._name)
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpoint(f"{self._name} cannot be read: {error}") from error
 
-    Raises DamagedCheckpoint, naming file and bytes; the landings are filled by then.
-    """
-    if not landings:
-        return
-    name = f"{directory}/{file.name}"
-    begin = landings[0].begin // file.block_bytes * file.block_bytes
-    end = min(file.size, -(-landings[-1].end // file.block_bytes) * file.block_bytes)
-    segments = _segments(landings, begin, end)
-    try:
-        store.read_scattered(name, begin, segments)
-    except (OSError, ValueError, EOFError) as error:
-        raise DamagedCheckpoint(f"{name} cannot be read: {error}") from error
-    _verify(name, file, begin, segments)
+    def close(self) -> None:
+        """To be called once, with no read under way."""
+        self._file.close()
+
+    def read(self, landings: Sequence[Landing]) -> None:
+        """Fill each landing. What else lies in their first to last block is read too, and dropped.
+
+        landings  in the order of their bytes, which they do not share
+
+        Raises DamagedCheckpoint, naming file and bytes; the landings are filled by then.
+        """
+        if not landings:
+            return
+        length, size = self._record.block_bytes, self._record.size
+        begin = landings[0].begin // length * length
+        segments = _segments(landings, begin, min(size, -(-landings[-1].end // length) * length))
+        try:
+            self._file.read_scattered(begin, segments)
+        except (OSError, ValueError, EOFError) as error:
+            raise DamagedCheckpoint(f"{self._name} cannot be read: {error}") from error
+        _verify(self._name, self._record, begin, segments)
 
 
 def _segments(landings: Sequence[Landing], begin: int, end: int) -> list[memoryview]:

@@ -11,13 +11,13 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
 
 from unbroken import faultpoints
-from unbroken.blocks import Landing, read_blocks
+from unbroken.blocks import DataFile, Landing
 from unbroken.image.header import dtype_of
 from unbroken.layout.boxes import Box, intersect, offset_in, whole
 from unbroken.layout.spread import Spread
@@ -102,29 +102,36 @@ def read_tensors(
         for target in parts:
             for piece in pieces.overlapping(name, records[name], target.box):
                 by_file.setdefault(piece.file, []).extend(_wanted(records[name], piece, target))
-    runs = (
-        (manifest.files[index], run)
-        for index, wanted in sorted(by_file.items())
-        for run in _runs(sorted(wanted, key=lambda item: item.begin), manifest.files[index])
-    )
     with ThreadPoolExecutor(READERS, thread_name_prefix="unbroken-reader") as pool:
-        pending: deque[Future[None]] = deque()
-        try:
-            for file, run in runs:
-                pending.append(pool.submit(_read, store, directory, file, run))
-                if len(pending) == 2 * READERS:
-                    pending.popleft().result()
-                    faultpoints.reach("reading")
-            while pending:
+        for index, wanted in sorted(by_file.items()):
+            file = manifest.files[index]
+            source = DataFile(store, directory, file)
+            try:
+                _read_file(pool, source, _runs(sorted(wanted, key=lambda item: item.begin), file))
+            finally:
+                source.close()
+
+
+def _read_file(pool: ThreadPoolExecutor, source: DataFile, runs: Iterator[_Run]) -> None:
+    """Read runs by all threads of a pool. When this returns, or raises, none of them reads any more."""
+    pending: deque[Future[None]] = deque()
+    try:
+        for run in runs:
+            pending.append(pool.submit(_read, source, run))
+            if len(pending) == 2 * READERS:
                 pending.popleft().result()
                 faultpoints.reach("reading")
-        finally:
-            for future in pending:
-                future.cancel()
+        while pending:
+            pending.popleft().result()
+            faultpoints.reach("reading")
+    finally:
+        for future in pending:
+            future.cancel()
+        wait(pending)
 
 
-def _read(store: LocalStore, directory: str, file: FileRecord, run: _Run) -> None:
-    read_blocks(store, directory, file, run.landings)
+def _read(source: DataFile, run: _Run) -> None:
+    source.read(run.landings)
     for item, memory in run.scattered:
         flat = torch.frombuffer(memory, dtype=torch.uint8).view(item.place.dtype)
         item.place.copy_(flat.as_strided(item.place.shape, item.strides))

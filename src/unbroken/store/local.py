@@ -109,13 +109,12 @@ class LocalStore:
         with self._open(name) as fd:
             _read_all(fd, buffer, begin)
 
-    def read_scattered(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers one after another from byte `begin` on. Raises EOFError if the file ends before."""
-        with self._open(name) as fd:
-            for at in range(0, len(buffers), IOV_MAX):
-                some = buffers[at : at + IOV_MAX]
-                _read_scattered(fd, some, begin)
-                begin += sum(map(len, some))
+    def open(self, name: str) -> OpenFile:
+        """A regular file, to be read from its begin to its end, more or less."""
+        fd = self._descriptor(name)
+        with contextlib.suppress(OSError):  # a hint; without it each thread's reads look random to the system
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return OpenFile(fd)
 
     def size(self, name: str) -> int | None:
         """Bytes of a regular file, or None if there is none of that name."""
@@ -164,12 +163,17 @@ class LocalStore:
                 raise ValueError(f"{path} is a link; links inside a run directory are refused")
         return path / parts[-1]
 
+    def _descriptor(self, name: str) -> int:
+        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ValueError(f"{name} is not a regular file")
+        return fd
+
     @contextlib.contextmanager
     def _open(self, name: str) -> Iterator[int]:
-        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = self._descriptor(name)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ValueError(f"{name} is not a regular file")
             yield fd
         finally:
             os.close(fd)
@@ -202,6 +206,24 @@ class LocalStore:
             except FileNotFoundError:
                 if attempt == DIRECTORY_ATTEMPTS - 1:
                     raise
+
+
+class OpenFile:
+    """A file that is open for reading, by several threads at once."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def read_scattered(self, begin: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers one after another from byte `begin` on. Raises EOFError if the file ends before."""
+        for at in range(0, len(buffers), IOV_MAX):
+            some = buffers[at : at + IOV_MAX]
+            _read_scattered(self._fd, some, begin)
+            begin += sum(map(len, some))
+
+    def close(self) -> None:
+        """To be called once, with no read under way."""
+        os.close(self._fd)
 
 
 def _write_new(path: Path, data: memoryview | bytes) -> None:
