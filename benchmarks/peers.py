@@ -98,7 +98,9 @@ class Raw(Peer):
         """Copy all into page-aligned memory."""
         views = self._views()
         if self._memory is None:
-            self._memory = mmap.mmap(-1, -(-sum(map(len, views)) // 4096) * 4096)
+            length = -(-sum(map(len, views)) // 4096) * 4096
+            self._memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory.seek(0)
         for view in views:
             self._memory.write(view)

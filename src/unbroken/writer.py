@@ -139,6 +139,7 @@ class Writer:
             return Vote(error=job.error)
         began = time.monotonic()
         plan = job.snapshot.plan
+        self._reserve(plan.layout.size)
         content = job.snapshot.arena.content()
         file = None
         try:
@@ -166,6 +167,17 @@ class Writer:
             replicas=fold(job.snapshot.replicas) | job.contested,
             seconds=time.monotonic() - began,
         )
+
+    def _reserve(self, size: int) -> None:
+        """Let the arena of the next save be ready, too: the loop would stand still, or a step wait, for its pages."""
+        with contextlib.suppress(queue.Empty):
+            arena = self.arenas.get_nowait()
+            try:
+                arena.reserve(size)
+            except (OSError, MemoryError) as error:  # the save that needs it will say so
+                log.debug("no memory for a second save: %s", error)
+            finally:
+                self.arenas.put(arena)
 
     def _as_rank_0(self, save: SaveId, values: Mapping[str, bytes]) -> list[str]:
         """Names whose values are byte for byte those of rank 0: what a thousand ranks have alike is sent once."""

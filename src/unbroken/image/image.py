@@ -6,13 +6,14 @@ What stands in the arena after the copy *is* the file: nothing is serialised aft
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from mmap import mmap
 
 import torch
 
 from unbroken.image.header import FILE_METADATA, Entry, build_header, header_room
+from unbroken.image.memory import warm_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
+        self._memory: mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._layout: ImageLayout | None = None
         self._views: dict[str, torch.Tensor] = {}
@@ -67,13 +68,21 @@ class Arena:
         """Make room for `layout`, write its header, and return a typed view of each tensor's bytes by name."""
         if layout is self._layout:
             return self._views
-        if self._memory is None or len(self._memory) < layout.size:
-            self._memory = mmap.mmap(-1, max(layout.size, mmap.PAGESIZE))
-            self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.reserve(layout.size)
+        assert self._memory is not None
         self._memory[: len(layout.header)] = layout.header
         self._layout = layout
         self._views = {entry.name: view_as(self._bytes, entry) for entry in layout.entries}
         return self._views
+
+    def reserve(self, size: int) -> None:
+        """Have memory for an image of `size` bytes, touched already. Bytes that were in it may be lost."""
+        if self._memory is None or len(self._memory) < size:
+            self._layout, self._views = None, {}  # before the new memory comes, what keeps the old one has to go
+            self._bytes = torch.empty(0, dtype=torch.uint8)
+            self._memory = None
+            self._memory = warm_memory(max(size, 1))
+            self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def content(self) -> memoryview:
         """The image's bytes: the whole file."""
