@@ -172,9 +172,9 @@ def test_a_large_save_is_never_waited_for_by_the_next_step(tmp_path, monkeypatch
     job = make_job(tmp_path, 0, 1, every=unbroken.Every(steps=5))
     job.ckpt.restore()
     go_on = threading.Event()
-    real = job.ckpt._session.store.create
+    real = job.ckpt._session.store.create_in_parts
     monkeypatch.setattr("unbroken.session.SMALL_WAIT_S", 600)
-    job.ckpt._session.store.create = lambda name, data: (go_on.wait(30), real(name, data))
+    job.ckpt._session.store.create_in_parts = lambda name, data: (go_on.wait(30), real(name, data))
     for _ in range(8):
         job.ckpt.step()
     assert not (tmp_path / "step-5/manifest.json").exists()
@@ -258,14 +258,14 @@ def test_a_kill_right_after_save_never_costs_the_older_checkpoint(tmp_path):
     train(job, 2)
     job.ckpt.wait()
     entered, go_on = threading.Event(), threading.Event()
-    real = job.ckpt._session.store.create
+    real = job.ckpt._session.store.create_in_parts
 
     def slow(name, data):
         entered.set()
         go_on.wait(30)
         return real(name, data)
 
-    job.ckpt._session.store.create = slow
+    job.ckpt._session.store.create_in_parts = slow
     began = time.monotonic()
     train(job, 3)
     assert time.monotonic() - began < 20, "step returned while the write was still going on"

@@ -151,7 +151,7 @@ def test_a_write_that_fails_on_one_rank_commits_nothing_anywhere(tmp_path):
     def full(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    ranks[1].store.create = full
+    ranks[1].store.create_in_parts = full
     outcomes = save_all(ranks, 2)
     assert not any(outcome.committed for outcome in outcomes)
     assert {outcome.reason for outcome in outcomes} == {outcomes[0].reason}
@@ -159,7 +159,7 @@ def test_a_write_that_fails_on_one_rank_commits_nothing_anywhere(tmp_path):
     assert "No space left" in outcomes[0].reason
     assert not list(tmp_path.glob("step-2/*")), "the space of the failed try is given back"
     assert newest(tmp_path).step == 1
-    del ranks[1].store.create
+    del ranks[1].store.create_in_parts
     assert save_all(ranks, 2, attempt=1)[0].committed, "the next save tries again"
     close_all(ranks)
     assert newest(tmp_path).step == 2

@@ -81,6 +81,8 @@ class Checkpointer:
     snapshot          "overlap": parameters and optimizer state of torch's optimizers are copied while the next forward
                       and backward run, and the optimizer waits for the copy; "block": the loop waits. A script that
                       writes into weights through `tensor.data` between `step` and the next optimizer step needs "block"
+    slots             how many saves may be under way, each with a copy of this rank's part in memory; with 1 the next
+                      save waits until the one before is durable
     deadline_s        how long ranks wait for each other when they agree on something, in seconds
     write_deadline_s  how long a rank may take to write or read its part, in seconds
 
@@ -99,19 +101,15 @@ class Checkpointer:
         strict: bool = False,
         check_replicas: Literal["first", "always", "never"] = "always",
         snapshot: Literal["overlap", "block"] = "overlap",
+        slots: int = 2,
         deadline_s: float = 60.0,
         write_deadline_s: float = 1800.0,
     ) -> None:
         if on_error not in ("warn", "raise"):
             raise UsageError(f'on_error={on_error!r}: give "warn" or "raise"')
-        if check_replicas not in ("first", "always", "never"):
-            raise UsageError(f'check_replicas={check_replicas!r}: give "first", "always" or "never"')
-        if snapshot not in ("overlap", "block"):
-            raise UsageError(f'snapshot={snapshot!r}: give "overlap" or "block"')
         if every is not None and every != "auto" and not isinstance(every, Every):
             raise UsageError(f'every={every!r}: give Every(steps=…), Every(minutes=…), "auto", or None')
-        if keep is not None and not isinstance(keep, Keep):
-            raise UsageError(f"keep={keep!r}: give Keep(last=…), or None to keep every checkpoint")
+        self._settings = Settings(keep, deadline_s, write_deadline_s, check_replicas, snapshot, slots)
         self._root = run_directory(path)
         self._state = State(state)
         self._state.watch()
@@ -122,7 +120,6 @@ class Checkpointer:
         expect_ledger()
         self._every = every
         self._schedule = Schedule(every)
-        self._settings = Settings(keep, deadline_s, write_deadline_s, check_replicas, snapshot)
         self._on_error = on_error
         self._notice = Notice()
         self._session: Session | None = None

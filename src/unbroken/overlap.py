@@ -12,11 +12,13 @@ counter that moved during a copy drops that save; `tensor.data` does not move it
 
 from __future__ import annotations
 
+import bisect
 import logging
 import os
 import queue
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 log = logging.getLogger(__name__)
+
+GROUP_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
@@ -36,24 +40,51 @@ class Copy:
     targets: list[Tensor]
     versions: list[int]
     """Of the sources, when the snapshot was taken."""
+    begins: list[int]
+    """Where each lies in the arena, ascending; bytes."""
     changed: list[str] = field(default_factory=list)
     """Tensors that changed meanwhile: the snapshot is of no step."""
     afterwards: Callable[[], None] = field(default=lambda: None)
     """Called with the copy complete, and the tensors still unchanged."""
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
+    _copied: int = 0
+    """Bytes of the arena, from its begin, that are complete."""
+    _progress: threading.Condition = field(default_factory=threading.Condition)
 
     @torch.no_grad()
     def run(self) -> None:
         """Copy, and see whether all is still as it was."""
         try:
-            torch._foreach_copy_(self.targets, self.sources)
+            self._tell(self.begins[0])
+            for first, end in self._groups():
+                torch._foreach_copy_(self.targets[first:end], self.sources[first:end])
+                self._tell(self.begins[end] if end < len(self.begins) else sys.maxsize)
             self.afterwards()
             self.changed += moved(self.names, self.sources, self.versions)
         except BaseException as error:
             self.error = error
         finally:
+            self._tell(sys.maxsize)
             self.done.set()
+
+    def wait_for(self, end: int, deadline_s: float) -> bool:
+        """Wait until the arena's bytes before `end` are copied, or never will be; False at the deadline."""
+        with self._progress:
+            return self._progress.wait_for(lambda: self._copied >= end, deadline_s)
+
+    def _tell(self, copied: int) -> None:
+        with self._progress:
+            self._copied = copied
+            self._progress.notify_all()
+
+    def _groups(self) -> Iterator[tuple[int, int]]:
+        """What is copied at once: about GROUP_BYTES, so that writing can begin meanwhile."""
+        first = 0
+        while first < len(self.begins):
+            end = max(first + 1, bisect.bisect_left(self.begins, self.begins[first] + GROUP_BYTES))
+            yield first, end
+            first = end
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:

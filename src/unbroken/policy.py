@@ -104,3 +104,14 @@ class Settings:
     write_deadline_s: float
     check_replicas: Literal["first", "always", "never"] = "always"
     snapshot: Literal["overlap", "block"] = "overlap"
+    slots: int = 2
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and not isinstance(self.keep, Keep):
+            raise UsageError(f"keep={self.keep!r}: give Keep(last=…), or None to keep every checkpoint")
+        if self.check_replicas not in ("first", "always", "never"):
+            raise UsageError(f'check_replicas={self.check_replicas!r}: give "first", "always" or "never"')
+        if self.snapshot not in ("overlap", "block"):
+            raise UsageError(f'snapshot={self.snapshot!r}: give "overlap" or "block"')
+        if not isinstance(self.slots, int) or self.slots < 1:
+            raise UsageError(f"slots={self.slots!r}: give how many saves may be under way, at least 1")

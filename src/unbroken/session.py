@@ -120,6 +120,7 @@ class Session:
             generation.number,
             self.settings.deadline_s,
             self.settings.write_deadline_s,
+            self.settings.slots,
             self._finished,
         )
         self._writer.start()

@@ -46,6 +46,8 @@ class Route:
     """Their names in the file."""
     later: list[torch.Tensor]
     later_to: list[str]
+    later_at: list[int]
+    """Where they begin in the file, ascending."""
     names: list[str]
     """Of the tensors that are copied later, part by part."""
     waiting: frozenset[str]
@@ -74,13 +76,15 @@ class Routes:
 
 
 def _route_of(captured: Captured, plan: Plan, waiting: Collection[str]) -> Route:
-    route = Route([], [], [], [], [], frozenset(waiting), [])
-    for part in plan.parts:
+    route = Route([], [], [], [], [], [], frozenset(waiting), [])
+    begins = {entry.name: entry.begin for entry in plan.layout.entries}
+    for part in sorted(plan.parts, key=lambda part: begins[part.stored_as]):
         tensor = captured.tensors[part.tensor].tensor
         if part.tensor in waiting and tensor.device.type == "cpu":
             route.names.append(part.tensor)
             route.later.append(part.source(tensor))
             route.later_to.append(part.stored_as)
+            route.later_at.append(begins[part.stored_as])
             continue
         if part.tensor not in captured.standing:
             route.loose.append((len(route.now), part))
@@ -100,7 +104,8 @@ def take(captured: Captured, plan: Plan, arena: Arena, route: Route) -> Snapshot
         torch._foreach_copy_([views[name] for name in route.now_to], route.now)
     rest = None
     if route.later:
-        rest = Copy(route.names, route.later, [views[name] for name in route.later_to], versions_of(route.later))
+        targets = [views[name] for name in route.later_to]
+        rest = Copy(route.names, route.later, targets, versions_of(route.later), route.later_at)
     values = {name: msgspec.json.encode(value) for name, value in captured.values.items()}
     return Snapshot(plan, arena, values, rest)
 

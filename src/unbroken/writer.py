@@ -1,6 +1,6 @@
 """The thread of each rank that writes its part of a save, votes, and learns the outcome.
 
-Jobs come from the training thread through one queue; outcomes go back through another. At most SLOTS saves are in
+Jobs come from the training thread through one queue; outcomes go back through another. At most `slots` saves are in
 flight: each holds an arena, and the training thread waits for a free one before it takes the next snapshot.
 The thread makes system calls and digests that release the GIL, and touches no live tensor.
 """
@@ -12,7 +12,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
@@ -31,7 +32,8 @@ from unbroken.store.local import LocalStore
 
 log = logging.getLogger(__name__)
 
-SLOTS = 2
+PART_BYTES = 32 << 20
+"""What is given to the disk at once, about, while what comes after it is still copied and digested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Writer:
     deadline_s: float
     """How long ranks may be apart when they enter a save."""
     write_deadline_s: float
+    slots: int
+    """How many saves may be in flight."""
     finished: Callable[[Outcome], None]
     """Called on the writer's thread with each outcome, in order."""
     arenas: queue.Queue[Arena] = field(default_factory=queue.Queue)
@@ -74,7 +78,7 @@ class Writer:
 
     def start(self) -> None:
         """Begin to serve jobs."""
-        for _ in range(SLOTS):
+        for _ in range(self.slots):
             self.arenas.put(Arena())
         self._thread = threading.Thread(target=self._serve, name="unbroken-writer", daemon=True)
         self._thread.start()
@@ -107,6 +111,8 @@ class Writer:
                 if job.snapshot is not None:
                     self.arenas.put(job.snapshot.arena)
             self.finished(outcome)
+            if job.snapshot is not None:
+                self._reserve(job.snapshot.plan.layout.size)
 
     def _run(self, job: Job) -> Outcome:
         name = job.save.file_name(self.generation, self.channel.rank)
@@ -139,17 +145,12 @@ class Writer:
             return Vote(error=job.error)
         began = time.monotonic()
         plan = job.snapshot.plan
-        self._reserve(plan.layout.size)
-        content = job.snapshot.arena.content()
         file = None
         try:
-            _complete(job.snapshot, self.write_deadline_s)
-            faultpoints.reach("copied")
             if plan.parts:
-                block_bytes = block_bytes_for(len(content))
-                blocks = "".join(digest_blocks(content, block_bytes))
-                self.store.create(path, content)
-                file = FileRecord(name, len(content), block_bytes, blocks)
+                file = self._write_file(job.snapshot, name, path)
+            else:
+                _complete(job.snapshot, self.write_deadline_s)
         except SaveFailed as error:
             return Vote(error=str(error))
         except Exception as error:  # without a vote all ranks would wait for this one until the write deadline
@@ -167,6 +168,33 @@ class Writer:
             replicas=fold(job.snapshot.replicas) | job.contested,
             seconds=time.monotonic() - began,
         )
+
+    def _write_file(self, snapshot: Snapshot, name: str, path: str) -> FileRecord:
+        """Write what is copied, as it comes, with its digests taken beside; nothing stays of a snapshot of no step."""
+        content = snapshot.arena.content()
+        block_bytes = block_bytes_for(len(content))
+        length = max(block_bytes, PART_BYTES)
+        parts = [content[begin : begin + length] for begin in range(0, len(content), length)]
+        with ThreadPoolExecutor(1, thread_name_prefix="unbroken-digests") as pool:
+            digests = pool.submit(
+                lambda: [
+                    digest for part in self._copied(snapshot, parts) for digest in digest_blocks(part, block_bytes)
+                ]
+            )
+            self.store.create_in_parts(path, self._copied(snapshot, parts, struck=True))
+            return FileRecord(name, len(content), block_bytes, "".join(digests.result()))
+
+    def _copied(self, snapshot: Snapshot, parts: Sequence[memoryview], struck: bool = False) -> Iterator[memoryview]:
+        """Parts of the arena, each when it is complete. Raises SaveFailed, at the end, if they are of no step."""
+        end = 0
+        for part in parts:
+            end += len(part)
+            if snapshot.rest is not None and not snapshot.rest.wait_for(end, self.write_deadline_s):
+                _complete(snapshot, 0.0)
+            if struck:
+                faultpoints.reach("copied")
+            yield part
+        _complete(snapshot, self.write_deadline_s)
 
     def _reserve(self, size: int) -> None:
         """Let the arena of the next save be ready, too: the loop would stand still, or a step wait, for its pages."""

@@ -43,7 +43,7 @@ def die_in_the_second_write(path, writer):
     ckpt.restore()
     ckpt.step()
     ckpt.wait()
-    ckpt._session.store.create = lambda *_: (os.write(writer, b"x"), threading.Event().wait())
+    ckpt._session.store.create_in_parts = lambda *_: (os.write(writer, b"x"), threading.Event().wait())
     weights.fill_(2)
     ckpt.step()
     threading.Event().wait()
@@ -54,8 +54,8 @@ def test_what_is_saved_is_the_step_of_the_save_not_of_its_end(tmp_path):
     ckpt = unbroken.Checkpointer(tmp_path, {"weights": weights}, every=unbroken.Every(steps=10))
     ckpt.restore()
     go_on = threading.Event()
-    real = ckpt._session.store.create
-    ckpt._session.store.create = lambda name, data: (go_on.wait(30), real(name, data))
+    real = ckpt._session.store.create_in_parts
+    ckpt._session.store.create_in_parts = lambda name, data: (go_on.wait(30), real(name, data))
     for step in range(1, 13):
         weights.fill_(step)
         ckpt.step()

@@ -61,7 +61,7 @@ def fail_on_rank_1(rank, world_size, path):
     job = make_job(path, rank, world_size, every=unbroken.Every(steps=1), on_error="raise")
     job.ckpt.restore()
     if rank == 1:
-        job.ckpt._session.store.create = refuse
+        job.ckpt._session.store.create_in_parts = refuse
     train(job, 1)
     try:
         job.ckpt.wait()

@@ -18,8 +18,8 @@ def test_the_file_says_what_was_there_at_the_save(tmp_path):
     ckpt = unbroken.Checkpointer(tmp_path, {"weight": weight}, every=unbroken.Every(steps=1), keep=None)
     ckpt.restore()
     go_on = threading.Event()
-    real = ckpt._session.store.create
-    ckpt._session.store.create = lambda name, data: (go_on.wait(30), real(name, data))
+    real = ckpt._session.store.create_in_parts
+    ckpt._session.store.create_in_parts = lambda name, data: (go_on.wait(30), real(name, data))
     ckpt.step()
     weight += 1
     ckpt.step()
@@ -34,7 +34,7 @@ def test_more_saves_than_buffers_wait_instead_of_overwriting(tmp_path):
     weight = torch.zeros(1000)
     ckpt = unbroken.Checkpointer(tmp_path, {"weight": weight}, every=unbroken.Every(steps=1), keep=None)
     ckpt.restore()
-    real = ckpt._session.store.create
+    real = ckpt._session.store.create_in_parts
     paces = threading.Semaphore(0)
 
     def paced(name, data):
@@ -42,7 +42,7 @@ def test_more_saves_than_buffers_wait_instead_of_overwriting(tmp_path):
             assert paces.acquire(timeout=30)
         real(name, data)
 
-    ckpt._session.store.create = paced
+    ckpt._session.store.create_in_parts = paced
     pacing = threading.Thread(target=lambda: [paces.release() for _ in range(8)])
     for step in range(1, 9):
         weight.fill_(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -31,17 +31,17 @@ def test_a_protocol_that_is_whole_shows_no_problem(base):
 
 
 def test_without_the_sync_of_a_file_a_committed_checkpoint_is_damaged(base, monkeypatch):
-    real = local._write_new
+    real = local._write_parts
 
-    def unsynced(path: Path, data: memoryview | bytes) -> None:
+    def unsynced(fd: int, path: Path, parts: Iterable[memoryview | bytes]) -> None:
         if path.suffix != ".safetensors":
-            return real(path, data)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        os.write(fd, data)
+            return real(fd, path, parts)
+        for data in parts:
+            os.write(fd, data)
         os.close(fd)
         return None
 
-    monkeypatch.setattr(local, "_write_new", unsynced)
+    monkeypatch.setattr(local, "_write_parts", unsynced)
     text = "step-2 is damaged: step-2/g0002-rank-00000.safetensors, bytes 0-4123, do not match their digest"
     assert shows(base, stories.second_save, text)
 
@@ -69,10 +69,10 @@ def test_without_the_syncs_above_the_run_directory_all_of_it_is_lost(base, monke
 def test_a_manifest_that_is_published_before_the_data_names_files_that_are_not_there(base, monkeypatch):
     monkeypatch.setattr(Coordinator, "_find_files", lambda *_: None)  # which would find that they are not there
     late: list[Callable[[], None]] = []
-    create, publish = LocalStore.create, LocalStore.publish
+    create, publish = LocalStore.create_in_parts, LocalStore.publish
 
-    def create_late(store: LocalStore, name: str, data: memoryview | bytes) -> None:
-        kept = bytes(data)
+    def create_late(store: LocalStore, name: str, parts: Iterable[memoryview | bytes]) -> None:
+        kept = [bytes(data) for data in parts]
         late.append(lambda: create(store, name, kept))
 
     def publish_first(store: LocalStore, name: str, data: bytes) -> None:
@@ -80,7 +80,7 @@ def test_a_manifest_that_is_published_before_the_data_names_files_that_are_not_t
         while late:
             late.pop()()
 
-    monkeypatch.setattr(LocalStore, "create", create_late)
+    monkeypatch.setattr(LocalStore, "create_in_parts", create_late)
     monkeypatch.setattr(LocalStore, "publish", publish_first)
     assert shows(base, stories.second_save, "step-2 is damaged: step-2/g0002-rank-00000.safetensors is missing")
 

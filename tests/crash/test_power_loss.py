@@ -16,11 +16,11 @@ import os, sys
 from pathlib import Path
 from crash import power
 from unbroken.store import local
-def write(path, data):
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    os.write(fd, data)
+def write(fd, path, parts):
+    for data in parts:
+        os.write(fd, data)
     os.close(fd)
-local._write_new = write
+local._write_parts = write
 power.main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
 """
 """The driver with a store that does not sync its files."""

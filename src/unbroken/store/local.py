@@ -53,19 +53,15 @@ class LocalStore:
 
         Raises FileExistsError if the name is taken. A failed write leaves no file.
         """
-        path = self._path(name)
-        self._write_in_directory(path, data)
-        _sync_directory_or_remove(path)
+        self.create_in_parts(name, [data])
 
     def create_in_parts(self, name: str, parts: Iterable[memoryview | bytes]) -> None:
-        """The same for a file that need not fit into memory: `parts` are written one after another, as they come.
+        """The same for bytes that are not there yet: `parts` are written one after another, as they come.
 
         What `parts` raises comes out, and leaves no file either.
         """
         path = self._path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _sync_directory(path.parent.parent)
-        _write_parts(path, parts)
+        self._write_in_directory(path, parts)
         _sync_directory_or_remove(path)
 
     def publish(self, name: str, data: bytes) -> None:
@@ -178,7 +174,7 @@ class LocalStore:
         finally:
             os.close(fd)
 
-    def _write_in_directory(self, path: Path, data: memoryview | bytes) -> None:
+    def _write_in_directory(self, path: Path, parts: Iterable[memoryview | bytes]) -> None:
         """Create a file whose bytes are durable, and its directory if need be.
 
         A sweep may remove the directory, still empty, between the two: then both are done again.
@@ -189,10 +185,12 @@ class LocalStore:
             # it and not synced its name yet.
             _sync_directory(path.parent.parent)
             try:
-                return _write_new(path, data)
+                fd = _create(path)
             except FileNotFoundError:
                 if attempt == DIRECTORY_ATTEMPTS - 1:
                     raise
+            else:
+                return _write_parts(fd, path, parts)
 
     def _link_durably(self, temporary: Path, path: Path, data: bytes) -> None:
         """Give durable bytes the name `path`, which is not durable yet.
@@ -200,7 +198,7 @@ class LocalStore:
         The sweep of another start of the job may take the temporary file for a leftover: then it is written again.
         """
         for attempt in range(DIRECTORY_ATTEMPTS):
-            self._write_in_directory(temporary, data)
+            self._write_in_directory(temporary, [data])
             try:
                 return _link_or_create(temporary, path, data)
             except FileNotFoundError:
@@ -226,14 +224,12 @@ class OpenFile:
         os.close(self._fd)
 
 
-def _write_new(path: Path, data: memoryview | bytes) -> None:
-    """Create a file whose bytes are durable; its name is not yet."""
-    _write_parts(path, [data])
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
-def _write_parts(path: Path, parts: Iterable[memoryview | bytes]) -> None:
-    """The same of bytes that come one after another."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+def _write_parts(fd: int, path: Path, parts: Iterable[memoryview | bytes]) -> None:
+    """Fill a new file with bytes that are durable, and close it; its name is not durable yet."""
     try:
         for data in parts:
             if faultpoints.armed is not None:
@@ -312,7 +308,7 @@ def _link_or_create(temporary: Path, path: Path, data: bytes) -> None:
             raise
         # A file system without hard links. Exclusive creation still lets one publisher win; a cut record is
         # recognised by its digest and does not count as existing.
-        _write_new(path, data)
+        _write_parts(_create(path), path, [data])
 
 
 def _sync_directory_or_remove(path: Path) -> None:
