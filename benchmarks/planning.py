@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from unbroken.candidates import saved_for
-from unbroken.commit import Coordinator, SaveId, Vote
+from unbroken.commit import Coordinator, SaveId
 from unbroken.generations import Generation
 from unbroken.image.digest import block_bytes_for, digest_blocks
 from unbroken.image.image import Arena
@@ -34,6 +34,7 @@ from unbroken.pieces import Pieces
 from unbroken.planning import MOST_PIECES, Plan, plan_snapshot, structure_of
 from unbroken.state.captured import Captured, LiveTensor
 from unbroken.store.local import LocalStore
+from unbroken.votes import Listing, Vote
 
 ROWS, COLUMNS = 65536, 16
 STEP = SaveId(1000, 0, 0)
@@ -79,10 +80,8 @@ def vote_of(plan: Plan, rank: int, values: dict[str, bytes]) -> bytes:
     blocks = "0" * 16 * -(-size // block_bytes_for(size))
     vote = Vote(
         file=FileRecord(STEP.file_name(1, rank), size, block_bytes_for(size), blocks),
-        shared=plan.shared,
-        cut=plan.cut[0],
-        meshes=plan.cut[1],
-        own=plan.own,
+        listing=Listing(plan.shared, plan.cut[0], plan.cut[1], plan.own),
+        listed="0" * 32,
         values={name: msgspec.Raw(value) for name, value in values.items()} if rank == 0 else {},
         as_rank_0=list(values) if rank else [],
         plan="0" * 32,
@@ -117,7 +116,9 @@ def votes_of_all(ranks: int, tensors: int, kind: str, values: dict[str, bytes]) 
             continue
         assert model.file is not None
         model.file = FileRecord(STEP.file_name(1, rank), model.file.size, model.file.block_bytes, model.file.blocks)
-        model.shared = {share.name: TensorRecord("float32", [], [PieceRecord(0, 4096, 4100)]) for share in shares[rank]}
+        shared = {share.name: TensorRecord("float32", [], [PieceRecord(0, 4096, 4100)]) for share in shares[rank]}
+        assert model.listing is not None
+        model.listing = msgspec.structs.replace(model.listing, shared=shared)
         votes.append(msgspec.json.encode(model))
     return votes
 
@@ -131,10 +132,8 @@ def commit(votes: list[bytes], ranks: int) -> tuple[Manifest, bytes]:
     generation = Generation(1, [], ranks, "", host="", pid=0)
     coordinator = Coordinator(Channel(), None, generation, None, {}, 60.0, 60.0)  # type: ignore[arg-type]
     decoded = [msgspec.json.decode(vote, type=Vote) for vote in votes]
-    manifest = coordinator._manifest(STEP, decoded)
-    data = encode(manifest)
-    decode(data, "manifest.json")
-    return manifest, data
+    data = coordinator._manifest(STEP, decoded)
+    return decode(data, "manifest.json"), data
 
 
 def restore_plan(store: LocalStore, directory: str, data: bytes, rank: int, ranks: int, kind: str):

@@ -17,7 +17,7 @@ LAYERS = [
     {"image", "store", "state", "data"},
     {"manifest", "policy", "overlap"},
     {"generations", "blocks", "planning", "environment", "preemption", "meeting", "values", "coverage"},
-    {"snapshot"},
+    {"snapshot", "votes"},
     {"retention", "agreement"},
     {"candidates", "commit", "pieces", "ledger", "directory"},
     {"reading"},

@@ -47,13 +47,7 @@ from unbroken.generations import Generation, newest_number
 from unbroken.manifest import (
     MANIFEST,
     MOST_BYTES,
-    CutsRecord,
-    FileRecord,
     Manifest,
-    MeshRecord,
-    PieceRecord,
-    TensorRecord,
-    ValueRecord,
     decode,
     encode,
     step_directory,
@@ -61,30 +55,9 @@ from unbroken.manifest import (
 from unbroken.policy import Keep
 from unbroken.retention import sweep
 from unbroken.store.local import APPEAR_S, LocalStore
+from unbroken.votes import Merger, Vote, merge_values
 
 log = logging.getLogger(__name__)
-
-
-class Vote(msgspec.Struct):
-    """How one rank's part of a save went."""
-
-    error: str = ""
-    file: FileRecord | None = None
-    """None if the rank owns no bytes."""
-    shared: dict[str, TensorRecord] = {}
-    cut: dict[str, TensorRecord] = {}
-    """Tensors in too many pieces to be listed, from the first rank of their mesh."""
-    meshes: list[MeshRecord] = []
-    """What they are cut by."""
-    own: dict[str, TensorRecord] = {}
-    values: dict[str, msgspec.Raw] = {}
-    as_rank_0: list[str] = []
-    """Further names, whose values are those of rank 0."""
-    plan: str = ""
-    """Digest of the common plan that it went by."""
-    replicas: dict[str, str] = {}
-    """Digest of the values of what it shares with each group of ranks (`agreement.fold`)."""
-    seconds: float = 0.0
 
 
 class Outcome(msgspec.Struct):
@@ -145,6 +118,7 @@ class Coordinator:
     write_deadline_s: float
     """How long a rank may take to write its part."""
     saves: queue.SimpleQueue[SaveId | None] = field(default_factory=queue.SimpleQueue)
+    _merger: Merger = field(default_factory=Merger)
     _done: list[str] = field(default_factory=list)
     _thread: threading.Thread | None = None
 
@@ -193,14 +167,13 @@ class Coordinator:
     def _commit(self, save: SaveId, began: float) -> Outcome:
         self._gather_entries(save)
         votes = self._gather_votes(save)
-        manifest = self._manifest(save, votes)
-        data = encode(manifest)
-        decode(data, f"{save.directory}/{MANIFEST}")  # what we would refuse to read must not be written
+        data = self._manifest(save, votes)
         faultpoints.reach("all voted")
         self._find_files(save, votes)
         self._publish(save, data)
         faultpoints.reach("published")
-        nbytes = sum(file.size for file in manifest.files)
+        self._merger.commit()
+        nbytes = sum(vote.file.size for vote in votes if vote.file is not None)
         seconds = time.monotonic() - began
         log.info("committed %s: %d ranks, %.1f MB in %.2f s", save, self.channel.world_size, nbytes / 1e6, seconds)
         return Outcome(save.step, save.micro_step, True, nbytes=nbytes, seconds=seconds)
@@ -279,40 +252,29 @@ class Coordinator:
             raise SaveFailed(f"rank(s) {late} did not {verb} the save of {save} within {deadline_s:g} s")
         return [self.channel.take(key) for key in keys]
 
-    def _manifest(self, save: SaveId, votes: list[Vote]) -> Manifest:
-        files: list[FileRecord] = []
-        tensors: dict[str, TensorRecord] = {}
-        rank_tensors: list[dict[str, TensorRecord]] = []
-        meshes: list[MeshRecord] = []
-        for vote in votes:
-            index = len(files)
-            if vote.file is not None:
-                files.append(vote.file)
-            for name, record in _in_file(vote.shared, index).items():
-                known = tensors.get(name)
-                pieces = [*known.pieces, *record.pieces] if known else record.pieces
-                tensors[name] = TensorRecord(record.dtype, record.shape, pieces)
-            rank_tensors.append(_in_file(vote.own, index))
-            for name, record in vote.cut.items():
-                assert record.cuts is not None
-                cuts = CutsRecord(record.cuts.mesh + len(meshes), record.cuts.order)
-                tensors[name] = TensorRecord(record.dtype, record.shape, [], cuts)
-            meshes += vote.meshes
-        return Manifest(
+    def _manifest(self, save: SaveId, votes: list[Vote]) -> bytes:
+        """The manifest's bytes, which a reader would not refuse."""
+        merged, checked = self._merger.merge(votes)
+        manifest = Manifest(
             step=save.step,
             micro_step=save.micro_step,
             generation=self.generation.number,
             lineage=self.generation.lineage,
             world_size=self.channel.world_size,
             saved_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            files=files,
-            tensors=tensors,
-            rank_tensors=rank_tensors,
-            values=_merge_values(votes),
-            meshes=meshes,
+            files=[vote.file for vote in votes if vote.file is not None],
+            tensors=merged.tensors,
+            rank_tensors=merged.rank_tensors,
+            values=merge_values(votes),
+            meshes=merged.meshes,
             environment=self.environment,
             timings={"slowest_write": max(vote.seconds for vote in votes)},
         )
+        data = encode(manifest)
+        # What we would refuse to read must not be written. What did not change was read back at the save before.
+        without = msgspec.structs.replace(manifest, tensors={}, rank_tensors=[{} for _ in votes])
+        decode(encode(without) if checked else data, f"{save.directory}/{MANIFEST}")
+        return data
 
     def _publish(self, save: SaveId, data: bytes) -> None:
         name = f"{save.directory}/{MANIFEST}"
@@ -359,34 +321,6 @@ class Coordinator:
 
 class _StructureChanged(SaveFailed):
     """Ranks do not have the same state to divide: all plan anew at the next save."""
-
-
-def _in_file(records: dict[str, TensorRecord], index: int) -> dict[str, TensorRecord]:
-    """The same records with their pieces in file number `index`."""
-    return {
-        name: TensorRecord(
-            record.dtype, record.shape, [PieceRecord(index, p.begin, p.end, p.box) for p in record.pieces]
-        )
-        for name, record in records.items()
-    }
-
-
-def _merge_values(votes: list[Vote]) -> dict[str, list[ValueRecord]]:
-    """Values by name, each distinct value once with the ranks that have it; never merged, never picked."""
-    merged: dict[str, dict[bytes, list[tuple[int, int]]]] = {}
-    of_rank_0 = {name: bytes(raw) for name, raw in votes[0].values.items()}
-    for rank, vote in enumerate(votes):
-        own = {name: bytes(raw) for name, raw in vote.values.items()} if rank else of_rank_0
-        for name, raw in {**own, **{name: of_rank_0[name] for name in vote.as_rank_0}}.items():
-            ranges = merged.setdefault(name, {}).setdefault(raw, [])
-            if ranges and ranges[-1][1] == rank - 1:
-                ranges[-1] = (ranges[-1][0], rank)
-            else:
-                ranges.append((rank, rank))
-    return {
-        name: [ValueRecord(ranges, msgspec.Raw(raw)) for raw, ranges in distinct.items()]
-        for name, distinct in merged.items()
-    }
 
 
 def _shorten(lines: list[str]) -> str:

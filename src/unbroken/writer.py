@@ -21,7 +21,7 @@ import msgspec
 from unbroken import faultpoints
 from unbroken.agreement import fold
 from unbroken.cluster import CONNECT_S, Channel
-from unbroken.commit import Outcome, SaveId, Vote
+from unbroken.commit import Outcome, SaveId
 from unbroken.errors import SaveFailed, UnbrokenError
 from unbroken.image.digest import block_bytes_for, digest_blocks, digest_text
 from unbroken.image.image import Arena
@@ -29,6 +29,7 @@ from unbroken.manifest import FileRecord
 from unbroken.snapshot import Snapshot
 from unbroken.state.draft import count_and_name
 from unbroken.store.local import LocalStore
+from unbroken.votes import Teller, Vote
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Writer:
     """Called on the writer's thread with each outcome, in order."""
     arenas: queue.Queue[Arena] = field(default_factory=queue.Queue)
     _jobs: queue.SimpleQueue[Job | None] = field(default_factory=queue.SimpleQueue)
+    _teller: Teller = field(default_factory=Teller)
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -134,6 +136,7 @@ class Writer:
             f"the outcome of the save of {job.save}",
         )
         outcome = msgspec.json.decode(data, type=Outcome)
+        self._teller.learn(outcome.committed)
         if not outcome.committed and vote.file is not None:
             # Give back the space of the failed try. Were the manifest there after all, we would not be here.
             self.store.delete(path)
@@ -156,12 +159,11 @@ class Writer:
         except Exception as error:  # without a vote all ranks would wait for this one until the write deadline
             return Vote(error=f"cannot write {path}: {error}")
         alike = self._as_rank_0(job.save, job.snapshot.values)
+        listing, listed = self._teller.tell(plan)
         return Vote(
             file=file,
-            shared=plan.shared,
-            cut=plan.cut[0],
-            meshes=plan.cut[1],
-            own=plan.own,
+            listing=listing,
+            listed=listed,
             values={key: msgspec.Raw(value) for key, value in job.snapshot.values.items() if key not in alike},
             as_rank_0=alike,
             plan=job.plan,
