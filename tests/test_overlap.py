@@ -135,6 +135,40 @@ def test_what_changes_without_an_optimizer_step_costs_that_save_and_is_copied_at
     assert restored(tmp_path, 4) == job.contents[4]
 
 
+def test_weights_that_are_exchanged_through_data_cost_that_save(tmp_path, gate):
+    """As libraries for averages do it around an evaluation; it moves no version counter."""
+    job = Job(tmp_path)
+    job.rehearse()
+    job.step()
+    weight = job.model.inner.weight
+    kept = weight.detach().clone()
+    weight.data.copy_(kept * 0.5)
+    gate.set()
+    with pytest.raises(SaveFailed, match=r"model/inner.weight.* changed while being copied"):
+        job.ckpt.wait()
+    weight.data.copy_(kept)
+    gate.clear()
+    job.forward_backward()
+    gate.set()
+    job.step()
+    weight.data.copy_(kept)
+    job.forward_backward()
+    job.ckpt.close()
+    assert restored(tmp_path, 4) == job.contents[4]
+
+
+def test_weights_that_are_exchanged_and_back_before_they_are_copied_cost_nothing(tmp_path, gate):
+    job = Job(tmp_path, on_error="raise")
+    job.rehearse()
+    job.step()
+    kept = job.model.inner.weight.detach().clone()
+    job.model.inner.weight.data.copy_(kept * 0.5)
+    job.model.inner.weight.data.copy_(kept)
+    gate.set()
+    job.ckpt.wait()
+    assert restored(tmp_path, 3) == job.contents[3]
+
+
 def test_a_storage_that_is_replaced_meanwhile_is_saved_as_it_was(tmp_path, gate):
     job = Job(tmp_path, on_error="raise")
     job.rehearse()

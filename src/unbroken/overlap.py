@@ -6,8 +6,9 @@ until the copy is complete. Everything else is copied at once, with the loop sta
 
 Nothing is assumed that was not seen. A tensor's first save copies it at once, and is its rehearsal: if it has changed
 by the time of the next fence, it is copied at once from then on; if no fence is ever passed, everything is. A version
-counter that moved during a copy drops that save; `tensor.data` does not move it, so a script that writes through
-`.data` between `step()` and the next optimizer step wants `snapshot="block"`.
+counter that moved during a copy drops that save. `tensor.data` does not move it, so a few elements of each tensor are
+compared as well: who exchanges weights through `.data` is found out; who writes single elements so, between `step()`
+and the next optimizer step, is not, and wants `snapshot="block"`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,22 +27,55 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unbroken.probes import Probes
+
 log = logging.getLogger(__name__)
 
 GROUP_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
+class Waiting:
+    """Tensors that are copied after the loop went on, in the order in which they lie in an arena."""
+
+    names: list[str] = field(default_factory=list)
+    sources: list[Tensor] = field(default_factory=list)
+    stored_as: list[str] = field(default_factory=list)
+    """Names in the arena."""
+    begins: list[int] = field(default_factory=list)
+    """Where each lies in the arena, ascending; bytes."""
+    _probes: Probes | None = None
+
+    def add(self, name: str, source: Tensor, stored_as: str, begin: int) -> None:
+        """One more, behind the others."""
+        self.names.append(name)
+        self.sources.append(source)
+        self.stored_as.append(stored_as)
+        self.begins.append(begin)
+
+    def probes(self) -> Probes:
+        """Elements of the sources."""
+        if self._probes is None:
+            self._probes = Probes(self.sources, self.in_rows())
+        return self._probes
+
+    def in_rows(self) -> list[bool]:
+        """Which of the sources lie in memory as in the arena."""
+        return [item.is_contiguous() and not (item.is_conj() or item.is_neg()) for item in self.sources]
+
+
+@dataclass(slots=True)
 class Copy:
     """The rest of a snapshot: tensors that may not change before it is complete."""
 
-    names: list[str]
-    sources: list[Tensor]
+    waiting: Waiting
     targets: list[Tensor]
+    copied: Probes
+    """Elements of the targets."""
     versions: list[int]
     """Of the sources, when the snapshot was taken."""
-    begins: list[int]
-    """Where each lies in the arena, ascending; bytes."""
+    elements: Tensor
+    """The sources' probes then."""
     changed: list[str] = field(default_factory=list)
     """Tensors that changed meanwhile: the snapshot is of no step."""
     afterwards: Callable[[], None] = field(default=lambda: None)
@@ -56,12 +90,15 @@ class Copy:
     def run(self) -> None:
         """Copy, and see whether all is still as it was."""
         try:
-            self._tell(self.begins[0])
-            for first, end in self._groups():
-                torch._foreach_copy_(self.targets[first:end], self.sources[first:end])
-                self._tell(self.begins[end] if end < len(self.begins) else sys.maxsize)
+            begins, sources = self.waiting.begins, self.waiting.sources
+            self._tell(begins[0])
+            for first, end in _groups(begins):
+                torch._foreach_copy_(self.targets[first:end], sources[first:end])
+                self._tell(begins[end] if end < len(begins) else sys.maxsize)
             self.afterwards()
-            self.changed += moved(self.names, self.sources, self.versions)
+            names = self.waiting.names
+            different = self.copied.where_different(self.elements, self.copied.read())
+            self.changed += sorted({*moved(names, sources, self.versions), *map(names.__getitem__, different)})
         except BaseException as error:
             self.error = error
         finally:
@@ -78,13 +115,14 @@ class Copy:
             self._copied = copied
             self._progress.notify_all()
 
-    def _groups(self) -> Iterator[tuple[int, int]]:
-        """What is copied at once: about GROUP_BYTES, so that writing can begin meanwhile."""
-        first = 0
-        while first < len(self.begins):
-            end = max(first + 1, bisect.bisect_left(self.begins, self.begins[first] + GROUP_BYTES))
-            yield first, end
-            first = end
+
+def _groups(begins: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """What is copied at once: about GROUP_BYTES, so that writing can begin meanwhile."""
+    first = 0
+    while first < len(begins):
+        end = max(first + 1, bisect.bisect_left(begins, begins[first] + GROUP_BYTES))
+        yield first, end
+        first = end
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
@@ -149,7 +187,7 @@ class Copier:
         if copy is None or os.getpid() != self._pid:
             return  # a forked child has neither the thread nor the state that is copied
         if not copy.done.wait(self._deadline_s):
-            copy.changed.append(copy.names[0])
+            copy.changed.append(copy.waiting.names[0])
         if copy.changed:
             self._unsafe.update(copy.changed)
             self._safe.difference_update(copy.changed)

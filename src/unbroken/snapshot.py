@@ -7,7 +7,7 @@ is copied later. Sources are looked up anew unless their tensors stand where the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -16,8 +16,9 @@ import xxhash
 from unbroken.image.image import Arena
 from unbroken.layout.boxes import Box
 from unbroken.layout.spread import Spread, Stretch
-from unbroken.overlap import Copy, versions_of
+from unbroken.overlap import Copy, Waiting, versions_of
 from unbroken.planning import Part, Plan
+from unbroken.probes import Probes
 from unbroken.state.captured import Captured, LiveTensor
 
 
@@ -37,23 +38,38 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Targets:
+    """Where the parts of a route go in one arena."""
+
+    now: list[torch.Tensor]
+    later: list[torch.Tensor]
+    probes: Probes
+    """Elements of `later`."""
+
+
+@dataclass(slots=True)
 class Route:
     """From where the parts of a plan are copied, and when."""
 
-    now: list[torch.Tensor]
+    now: list[torch.Tensor] = field(default_factory=list)
     """Sources that are copied at once."""
-    now_to: list[str]
+    now_to: list[str] = field(default_factory=list)
     """Their names in the file."""
-    later: list[torch.Tensor]
-    later_to: list[str]
-    later_at: list[int]
-    """Where they begin in the file, ascending."""
-    names: list[str]
-    """Of the tensors that are copied later, part by part."""
-    waiting: frozenset[str]
-    """The same."""
-    loose: list[tuple[int, Part]]
+    loose: list[tuple[int, Part]] = field(default_factory=list)
     """Which of `now` are looked up anew each time: a cached source of a replaced tensor is an old value."""
+    later: Waiting = field(default_factory=Waiting)
+    waiting: frozenset[str] = frozenset()
+    """Names of the tensors that are copied later."""
+    _targets: dict[int, tuple[dict[str, torch.Tensor], Targets]] = field(default_factory=dict)
+
+    def targets(self, views: dict[str, torch.Tensor]) -> Targets:
+        """Where all goes in an arena of these views."""
+        known = self._targets.get(id(views))
+        if known is None or known[0] is not views:
+            later = [views[name] for name in self.later.stored_as]
+            found = Targets([views[name] for name in self.now_to], later, Probes(later, self.later.in_rows()))
+            known = self._targets[id(views)] = views, found
+        return known[1]
 
 
 @dataclass(slots=True)
@@ -76,21 +92,19 @@ class Routes:
 
 
 def _route_of(captured: Captured, plan: Plan, waiting: Collection[str]) -> Route:
-    route = Route([], [], [], [], [], [], frozenset(waiting), [])
+    route = Route()
     begins = {entry.name: entry.begin for entry in plan.layout.entries}
     for part in sorted(plan.parts, key=lambda part: begins[part.stored_as]):
         tensor = captured.tensors[part.tensor].tensor
         if part.tensor in waiting and tensor.device.type == "cpu":
-            route.names.append(part.tensor)
-            route.later.append(part.source(tensor))
-            route.later_to.append(part.stored_as)
-            route.later_at.append(begins[part.stored_as])
+            route.later.add(part.tensor, part.source(tensor), part.stored_as, begins[part.stored_as])
             continue
         if part.tensor not in captured.standing:
             route.loose.append((len(route.now), part))
         route.now.append(part.source(tensor))
         route.now_to.append(part.stored_as)
-    return replace(route, waiting=frozenset(route.names))
+    route.waiting = frozenset(route.later.names)
+    return route
 
 
 @torch.no_grad()
@@ -99,13 +113,12 @@ def take(captured: Captured, plan: Plan, arena: Arena, route: Route) -> Snapshot
 
     When it returns, all other live tensors may change. Waits for the device if tensors lie on one.
     """
-    views = arena.take_shape(plan.layout)
+    targets = route.targets(arena.take_shape(plan.layout))
     if route.now:
-        torch._foreach_copy_([views[name] for name in route.now_to], route.now)
-    rest = None
-    if route.later:
-        targets = [views[name] for name in route.later_to]
-        rest = Copy(route.names, route.later, targets, versions_of(route.later), route.later_at)
+        torch._foreach_copy_(targets.now, route.now)
+    rest, later = None, route.later
+    if later.names:
+        rest = Copy(later, targets.later, targets.probes, versions_of(later.sources), later.probes().read())
     values = {name: msgspec.json.encode(value) for name, value in captured.values.items()}
     return Snapshot(plan, arena, values, rest)
 
