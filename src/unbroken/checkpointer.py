@@ -80,7 +80,7 @@ class Checkpointer:
                       of xxh3 over them, and finds replicas that drifted apart and silent corruption
     snapshot          "overlap": parameters and optimizer state of torch's optimizers are copied while the next forward
                       and backward run, and the optimizer waits for the copy; "block": the loop waits. A script that
-                      writes into weights through `tensor.data` between `step` and the next optimizer step needs "block"
+                      writes single elements of weights through `tensor.data` in between needs "block"
     slots             how many saves may be under way, each with a copy of this rank's part in memory; with 1 the next
                       save waits until the one before is durable
     deadline_s        how long ranks wait for each other when they agree on something, in seconds
