@@ -163,6 +163,8 @@ class Copier:
         if self._handle is not None:
             self._handle.remove()
         self._jobs.put(None)
+        if self._thread.is_alive():
+            self._thread.join(self._deadline_s)
 
     def may_wait(self, fenced: Collection[str]) -> frozenset[str]:
         """Which of the tensors that only an optimizer changes need not be copied at once."""
@@ -208,3 +210,4 @@ class Copier:
     def _serve(self) -> None:
         while (copy := self._jobs.get()) is not None:
             copy.run()
+            del copy  # or the thread would hold it, with all its tensors, until the next one

@@ -115,6 +115,7 @@ class Writer:
             self.finished(outcome)
             if job.snapshot is not None:
                 self._reserve(job.snapshot.plan.layout.size)
+            del job  # or the thread would hold it until the next one
 
     def _run(self, job: Job) -> Outcome:
         name = job.save.file_name(self.generation, self.channel.rank)
