@@ -79,7 +79,7 @@ def vote_of(plan: Plan, rank: int, values: dict[str, bytes]) -> bytes:
     size = plan.layout.size
     blocks = "0" * 16 * -(-size // block_bytes_for(size))
     vote = Vote(
-        file=FileRecord(STEP.file_name(1, rank), size, block_bytes_for(size), blocks),
+        files=[FileRecord(STEP.file_name(1, rank), size, block_bytes_for(size), blocks)],
         listing=Listing(plan.shared, plan.cut[0], plan.cut[1], plan.own),
         listed="0" * 32,
         values={name: msgspec.Raw(value) for name, value in values.items()} if rank == 0 else {},
@@ -114,8 +114,8 @@ def votes_of_all(ranks: int, tensors: int, kind: str, values: dict[str, bytes]) 
         if rank in describe:
             votes.append(vote_of(plan_snapshot(state_of(rank, ranks, tensors, kind), rank, ranks), rank, values))
             continue
-        assert model.file is not None
-        model.file = FileRecord(STEP.file_name(1, rank), model.file.size, model.file.block_bytes, model.file.blocks)
+        (file,) = model.files
+        model.files = [FileRecord(STEP.file_name(1, rank), file.size, file.block_bytes, file.blocks)]
         shared = {share.name: TensorRecord("float32", [], [PieceRecord(0, 4096, 4100)]) for share in shares[rank]}
         assert model.listing is not None
         model.listing = msgspec.structs.replace(model.listing, shared=shared)

@@ -21,7 +21,7 @@ RECORD = re.compile(r"\d{4,}\.json")
 def record(path: Path) -> dict:
     """The body of a record."""
     envelope = json.loads(path.read_text())
-    assert envelope["format"] == "unbroken" and envelope["version"] in (1, 2)
+    assert envelope["format"] == "unbroken" and envelope["version"] in (1, 2, 3)
     return envelope["body"]
 
 

@@ -62,8 +62,8 @@ def test_a_cut_manifest_is_never_accepted(data):
 
 
 def test_a_newer_format_is_not_damage():
-    raw = encode(example()).replace(b'"version":1', b'"version":3')
-    with pytest.raises(NewerFormat, match=r"version 3.*upgrade"):
+    raw = encode(example()).replace(b'"version":1', b'"version":4')
+    with pytest.raises(NewerFormat, match=r"version 4.*upgrade"):
         decode(raw, "manifest")
 
 

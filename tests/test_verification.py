@@ -200,7 +200,7 @@ def test_when_nothing_is_whole_a_start_would_refuse(run):
 
 def test_a_newer_format_is_told_among_the_faults_and_stops_a_start(run):
     path = run / "step-5/manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":3', 1))
+    path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":4', 1))
     report = verify(run)
     assert [fault.file for fault in report.faults] == ["step-5/manifest.json"]
     assert "written by a newer unbroken" in report.refusal

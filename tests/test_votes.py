@@ -18,7 +18,8 @@ def plan_of(**shared: int) -> Plan:
 
 def vote_of(rank: int, told: tuple[Listing | None, str], size: int = 10) -> Vote:
     listing, listed = told
-    vote = Vote(file=FileRecord(f"g0001-rank-{rank:05d}.safetensors", size, 1, ""), listing=listing, listed=listed)
+    file = FileRecord(f"g0001-rank-{rank:05d}.safetensors", size, 1, "")
+    vote = Vote(files=[file], listing=listing, listed=listed)
     return msgspec.json.decode(msgspec.json.encode(vote), type=Vote)
 
 

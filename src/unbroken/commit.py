@@ -95,6 +95,10 @@ class SaveId:
         """Prefix of this save's keys in the control channel."""
         return f"save/{self.directory}/{self.attempt}"
 
+    def kept_name(self, generation: int, rank: int) -> str:
+        """The name of a rank's file of tensors that do not change."""
+        return self.file_name(generation, rank).replace(".safetensors", "-kept.safetensors")
+
     def file_name(self, generation: int, rank: int) -> str:
         """A rank's file; every attempt has names of its own, so that nothing is ever written over."""
         retry = f"-{self.attempt}" if self.attempt else ""
@@ -173,7 +177,7 @@ class Coordinator:
         self._publish(save, data)
         faultpoints.reach("published")
         self._merger.commit()
-        nbytes = sum(vote.file.size for vote in votes if vote.file is not None)
+        nbytes = sum(file.size for vote in votes for file in vote.files)
         seconds = time.monotonic() - began
         log.info("committed %s: %d ranks, %.1f MB in %.2f s", save, self.channel.world_size, nbytes / 1e6, seconds)
         return Outcome(save.step, save.micro_step, True, nbytes=nbytes, seconds=seconds)
@@ -232,7 +236,7 @@ class Coordinator:
 
         Sizes are left to readers; asking for each would cost a large job on a network file system seconds.
         """
-        ranks = {vote.file.name: rank for rank, vote in enumerate(votes) if vote.file is not None}
+        ranks = {file.name: rank for rank, vote in enumerate(votes) for file in vote.files}
         end = time.monotonic() + APPEAR_S
         while absent := ranks.keys() - set(self.store.list(save.directory)):
             if time.monotonic() > end:
@@ -262,7 +266,7 @@ class Coordinator:
             lineage=self.generation.lineage,
             world_size=self.channel.world_size,
             saved_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            files=[vote.file for vote in votes if vote.file is not None],
+            files=[file for vote in votes for file in vote.files],
             tensors=merged.tensors,
             rank_tensors=merged.rank_tensors,
             values=merge_values(votes),

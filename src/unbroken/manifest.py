@@ -23,7 +23,7 @@ from unbroken.layout.boxes import Box, intersect, whole
 from unbroken.layout.spread import Cuts, Mesh
 
 FORMAT = "unbroken"
-VERSION = 2
+VERSION = 3
 """The newest one. A record is written with the lowest that it needs, so that older readers can read it."""
 MANIFEST = "manifest.json"
 MOST_BYTES = 1 << 30
@@ -37,7 +37,7 @@ MOST_DIMENSIONS = 60
 MOST_GENERATION = 999_999_999
 """A directory that holds a higher number was not written by us, and would leave none for the next start."""
 
-_FILE_NAME = re.compile(r"g([0-9]{4,9})-rank-([0-9]{5,19})(?:-[0-9]{1,19})?\.safetensors")
+_FILE_NAME = re.compile(r"g([0-9]{4,9})-rank-([0-9]{5,19})(?:-[0-9]{1,19})?(-kept)?\.safetensors")
 _STEP_DIRECTORY = re.compile(r"step-([0-9]{1,19})(?:\.([0-9]{1,19}))?")
 
 
@@ -221,6 +221,8 @@ def encode(manifest: Manifest) -> bytes:
 
 def version_of(manifest: Manifest) -> int:
     """The lowest format version that can say what a manifest holds."""
+    if any(is_kept(file.name) for file in manifest.files):
+        return 3
     return 2 if manifest.meshes else 1
 
 
@@ -383,6 +385,11 @@ def cuts_of(tensor: TensorRecord, mesh: Mesh) -> Cuts:
     """How `mesh`, which is the one that its record names, cuts a tensor."""
     assert tensor.cuts is not None
     return Cuts(tuple(tensor.shape), mesh, tuple(tensor.cuts.order))
+
+
+def is_kept(name: str) -> bool:
+    """True for a file of tensors that do not change, which several checkpoints have (format version 3)."""
+    return name.endswith("-kept.safetensors")
 
 
 def rank_of_file(name: str) -> int:

@@ -18,7 +18,7 @@ from unbroken.errors import DamagedCheckpoint
 from unbroken.image.header import LENGTH_BYTES, MOST_HEADER_BYTES, bytes_of_element, dtype_of, stored_form
 from unbroken.layout.boxes import Box, name_of_part, whole
 from unbroken.layout.spread import Cuts, Mesh, overlapping
-from unbroken.manifest import FileRecord, Manifest, PieceRecord, TensorRecord, cuts_of, mesh_of, rank_of_file
+from unbroken.manifest import FileRecord, Manifest, PieceRecord, TensorRecord, cuts_of, is_kept, mesh_of, rank_of_file
 from unbroken.store.local import LocalStore
 
 
@@ -69,7 +69,9 @@ class Pieces:
     def file_of(self, rank: int) -> int:
         """Index of a rank's file. Raises DamagedCheckpoint if the manifest has none."""
         if not self._files:
-            self._files = {rank_of_file(file.name): index for index, file in enumerate(self.manifest.files)}
+            # What does not change is listed piece by piece, wherever it lies.
+            files = [(index, file.name) for index, file in enumerate(self.manifest.files) if not is_kept(file.name)]
+            self._files = {rank_of_file(name): index for index, name in files}
         if rank not in self._files:
             raise DamagedCheckpoint(f"{self.directory} has no file of rank {rank}, which holds parts of its tensors")
         return self._files[rank]

@@ -6,7 +6,7 @@ parts divide them alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +20,8 @@ from unbroken.layout.spread import Cuts, Stretch
 from unbroken.manifest import CutsRecord, MeshRecord, PieceRecord, TensorRecord, record_of
 from unbroken.state.captured import Captured, LiveTensor
 
+LEAST_KEPT_BYTES = 1 << 20
+"""Less than this that does not change is not worth a file of its own."""
 MOST_PIECES = 16
 """A tensor in more pieces than this, each another rank's, is not listed piece by piece: a manifest of 1,000 tensors on
 16,384 ranks would have a gigabyte."""
@@ -58,11 +60,15 @@ class Plan:
     parts: tuple[Part, ...]
     layout: ImageLayout
     shared: dict[str, TensorRecord]
-    """Records of this rank's pieces of shared tensors; the file's index is 0 until the commit."""
+    """Records of this rank's pieces of shared tensors; its files are counted from 0 until the commit."""
     cut: tuple[dict[str, TensorRecord], list[MeshRecord]]
     """Records of tensors in too many pieces to be listed, with their meshes; from the first rank of each mesh only."""
     own: dict[str, TensorRecord]
     """Records of this rank's own tensors."""
+    frozen: frozenset[str] = frozenset()
+    """Tensors that do not change, as far as was known."""
+    kept: tuple[tuple[Part, ...], ImageLayout] | None = None
+    """Parts that do not change, in a file of their own, which is this rank's last."""
 
 
 def structure_of(captured: Captured, shared_only: bool = False) -> str:
@@ -115,12 +121,14 @@ def plan_snapshot(
     apart: Collection[str] = (),
     ceded: Collection[str] = (),
     structure: str = "",
+    frozen: frozenset[str] = frozenset(),
 ) -> Plan:
     """What `rank` writes. All holders of a part, with the same `apart`, divide it alike.
 
     apart  names of tensors that only some ranks have, or that differ between ranks: each holder stores its own
     ceded  names of tensors that others, who hold the same, write
     structure  the captured state's, if it is known
+    frozen  names of tensors that do not change; those whose parts lie in rows go into a file of their own
     """
     live = captured.tensors
     shared = [name for name in sorted(live) if is_shared(name, live[name], world_size) and name not in apart]
@@ -141,10 +149,37 @@ def plan_snapshot(
     for name in sorted(set(live) - set(shared)):
         box = whole(tuple(live[name].tensor.shape))
         parts.append(Part(name, box, f"rank-{rank:05d}/{name}", False, box))
-    layout = lay_out([TensorSpec(part.stored_as, live[part.tensor].tensor.dtype, part.box.shape) for part in parts])
+    keeping = _keeping([part for part in parts if part.tensor in frozen and part.tensor not in cut], live)
+    parts = [part for part in parts if part.tensor not in keeping]
+    layout = _layout(parts, live)
     shared_records, own_records = _records([part for part in parts if part.tensor not in cut], layout, live)
+    kept = None
+    if keeping:
+        kept = tuple(keeping.values()), _layout(keeping.values(), live)
+        more = _records(keeping.values(), kept[1], live, 1 if parts else 0)
+        shared_records, own_records = shared_records | more[0], own_records | more[1]
     described = _cut_records(live, cut, rank)
-    return Plan(structure or structure_of(captured), tuple(parts), layout, shared_records, described, own_records)
+    structure = structure or structure_of(captured)
+    return Plan(structure, tuple(parts), layout, shared_records, described, own_records, frozen, kept)
+
+
+def _keeping(parts: Iterable[Part], live: Mapping[str, LiveTensor]) -> dict[str, Part]:
+    """By tensor: parts that a file of their own may hold, if they are worth one. They are written as they lie there."""
+    by_tensor: dict[str, list[Part]] = {}
+    for part in parts:
+        by_tensor.setdefault(part.tensor, []).append(part)
+    found = {}
+    for name, pieces in by_tensor.items():
+        tensor = live[name].tensor
+        source = pieces[0].source(tensor)
+        plain = tensor.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+        if len(pieces) == 1 and plain and source.nbytes:
+            found[name] = pieces[0]
+    return found if sum(live[name].tensor.nbytes for name in found) >= LEAST_KEPT_BYTES else {}
+
+
+def _layout(parts: Iterable[Part], live: Mapping[str, LiveTensor]) -> ImageLayout:
+    return lay_out([TensorSpec(part.stored_as, live[part.tensor].tensor.dtype, part.box.shape) for part in parts])
 
 
 def _written_as_cuts(live: Mapping[str, LiveTensor], names: list[str]) -> dict[str, Cuts]:
@@ -202,7 +237,7 @@ def _held_together(live: Mapping[str, LiveTensor], names: list[str], rank: int) 
 
 
 def _records(
-    parts: list[Part], layout: ImageLayout, live: Mapping[str, LiveTensor]
+    parts: Iterable[Part], layout: ImageLayout, live: Mapping[str, LiveTensor], file: int = 0
 ) -> tuple[dict[str, TensorRecord], dict[str, TensorRecord]]:
     places = {entry.name: entry for entry in layout.entries}
     shared: dict[str, TensorRecord] = {}
@@ -212,7 +247,7 @@ def _records(
         shape = live[part.tensor].shape if part.shared else tuple(tensor.shape)
         place = places[part.stored_as]
         box = None if part.box == whole(shape) else list(zip(part.box.begin, part.box.end, strict=True))
-        piece = PieceRecord(0, place.begin, place.end, box)
+        piece = PieceRecord(file, place.begin, place.end, box)
         records = shared if part.shared else own
         known = records.get(part.tensor)
         pieces = [*known.pieces, piece] if known else [piece]

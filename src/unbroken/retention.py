@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST_NAME = re.compile(r"manifest(?:\.g([0-9]{4,9}))?\.json")
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]+|\.probe-([0-9]{4,9})-[0-9a-f]+")
-_OUR_FILE = re.compile(r"g([0-9]{4,9})-rank-[0-9]{5,}(?:-[0-9]+)?\.safetensors|\.tmp-[0-9a-f]+")
+_OUR_FILE = re.compile(r"g([0-9]{4,9})-rank-[0-9]{5,}(?:-[0-9]+)?(?:-kept)?\.safetensors|\.tmp-[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)

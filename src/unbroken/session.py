@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from unbroken.errors import (
 from unbroken.generations import Generation
 from unbroken.image.digest import digest_text
 from unbroken.image.image import Arena
+from unbroken.kept import Freezer
 from unbroken.layout.spread import holding
 from unbroken.manifest import Manifest
 from unbroken.meeting import Meetings
@@ -85,6 +87,7 @@ class Session:
     _structures: Structures = field(default_factory=Structures)
     _routes: Routes = field(default_factory=Routes)
     _plan: Plan | None = None
+    _freezer: Freezer = field(default_factory=Freezer)
     _planned_once: bool = False
     _shared: str = ""
     """Structure of the shared tensors that the ranks agreed on."""
@@ -206,7 +209,8 @@ class Session:
         self._newest_bytes = plan.layout.size
         snapshot = self._take(captured, plan, arena)
         common = digest_text(msgspec.json.encode(self._common))
-        self._writer.submit(Job(save, snapshot, plan=common, contested=self._digest_contested(captured)))
+        late = partial(self._digest_replicas, snapshot, captured, snapshot.kept)
+        self._writer.submit(Job(save, snapshot, plan=common, contested=self._digest_contested(captured), late=late))
 
     def _take(self, captured: Captured, plan: Plan, arena: Arena) -> Snapshot:
         """The snapshot, complete or with a rest that is being copied when this returns."""
@@ -214,7 +218,8 @@ class Session:
         waiting = copier.may_wait(captured.fenced) if copier is not None else set()
         route = self._routes.of(captured, plan, waiting)
         snapshot = take(captured, plan, arena, route)
-        self._digest_replicas(snapshot, captured, captured.tensors.keys() - route.waiting)
+        snapshot.frozen = self._freezer.of(plan, captured)
+        self._digest_replicas(snapshot, captured, captured.tensors.keys() - route.waiting - snapshot.kept)
         if copier is not None:
             rehearsing = captured.fenced - route.waiting
             copier.rehearse({name: captured.tensors[name].tensor for name in rehearsing if name in captured.tensors})
@@ -227,7 +232,9 @@ class Session:
         """The plan of this structure: the one we have, or a new one made together with all ranks."""
         rank, world_size = self.cluster.rank, self.cluster.world_size
         structure = self._structures.of(captured)
-        if self._plan is not None and self._plan.structure == structure:
+        # In the background only: there the writer reads what is frozen while the loop goes on.
+        frozen = self._freezer.names(captured) if self._copier is not None else frozenset()
+        if self._plan is not None and self._plan.structure == structure and self._plan.frozen == frozen:
             self._enter(save, Entered())
             return self._plan
         # What only this rank has may change without the others: they divide the shared tensors as before.
@@ -239,7 +246,7 @@ class Session:
             self._common = self._common_plan(save, captured)
             self._shared = shared
         apart, ceded = frozenset(self._common.apart), self._ceded(captured)
-        self._plan = plan_snapshot(captured, rank, world_size, apart, ceded, structure)
+        self._plan = plan_snapshot(captured, rank, world_size, apart, ceded, structure, frozen)
         if rank == 0 and world_size > 1 and not self._planned_once:
             _warn_of_modules_without_ddp(captured, world_size)
         self._planned_once = True

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from unbroken.image.image import Arena
+from unbroken.kept import Frozen
 from unbroken.layout.boxes import Box
 from unbroken.layout.spread import Spread, Stretch
 from unbroken.overlap import Copy, Waiting, versions_of
@@ -31,10 +32,17 @@ class Snapshot:
     """Belongs to the snapshot until it is written."""
     values: dict[str, bytes] = field(default_factory=dict)
     """Encoded JSON by registered name."""
+    frozen: Frozen | None = None
+    """What does not change, and is not copied."""
     rest: Copy | None = None
     """What is still being copied; the arena is complete when it is done."""
     replicas: dict[tuple[int, ...], dict[str, str]] = field(default_factory=dict)
     """Digests of what others hold as well, by those ranks and by name; complete when `rest` is done."""
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of the tensors that are not copied."""
+        return frozenset(self.frozen.names) if self.frozen is not None else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,7 @@ def take(captured: Captured, plan: Plan, arena: Arena, route: Route) -> Snapshot
     if later.names:
         rest = Copy(later, targets.later, targets.probes, versions_of(later.sources), later.probes().read())
     values = {name: msgspec.json.encode(value) for name, value in captured.values.items()}
-    return Snapshot(plan, arena, values, rest)
+    return Snapshot(plan, arena, values, rest=rest)
 
 
 def digest_replicas(captured: Captured, rank: int, names: Collection[str]) -> dict[tuple[int, ...], dict[str, str]]:

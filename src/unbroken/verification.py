@@ -31,6 +31,7 @@ from unbroken.manifest import (
     Origin,
     TensorRecord,
     box_of,
+    is_kept,
     parse_step_directory,
     rank_of_file,
 )
@@ -210,6 +211,8 @@ def _unlisted_parts(pieces: Pieces, index: int) -> tuple[list[_Part], list[Fault
     rank = rank_of_file(file.name)
     parts: list[_Part] = []
     faults: list[Fault] = []
+    if is_kept(file.name):
+        return parts, faults
     for name, record in pieces.manifest.tensors.items():
         cuts = pieces.cuts(record) if record.cuts is not None else None
         if cuts is None or rank not in cuts.mesh or not cuts.boxes_of(rank)[0].numel:

@@ -19,7 +19,7 @@ from unbroken.planning import Plan
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """What one rank has stored of which tensors; the file's index is 0."""
+    """What one rank has stored of which tensors; files are counted from its first."""
 
     shared: dict[str, TensorRecord] = {}
     cut: dict[str, TensorRecord] = {}
@@ -33,8 +33,8 @@ class Vote(msgspec.Struct):
     """How one rank's part of a save went."""
 
     error: str = ""
-    file: FileRecord | None = None
-    """None if the rank owns no bytes."""
+    files: list[FileRecord] = []
+    """None if the rank owns no bytes; the last is that of what does not change, if there is any."""
     listing: Listing | None = None
     """None if it is that of the rank's newest vote that was committed."""
     listed: str = ""
@@ -84,7 +84,7 @@ class Merger:
 
     _listings: dict[int, tuple[str, Listing]] = field(default_factory=dict)
     """By rank: the newest, and its digest."""
-    _key: list[tuple[str, int]] = field(default_factory=list)
+    _key: list[tuple[str, list[int]]] = field(default_factory=list)
     _merged: Merged | None = None
     _committed: bool = False
 
@@ -99,7 +99,7 @@ class Merger:
             elif rank not in self._listings or self._listings[rank][0] != vote.listed:
                 raise SaveFailed(f"rank {rank} refers to what it stored before, which rank 0 does not know")
         # Sizes, too: pieces were found to lie inside files of these.
-        key = [(vote.listed, vote.file.size if vote.file is not None else -1) for vote in votes]
+        key = [(vote.listed, [file.size for file in vote.files]) for vote in votes]
         if self._merged is None or key != self._key:
             self._key, self._committed = key, False
             self._merged = _merge([self._listings[rank][1] for rank in range(len(votes))], votes)
@@ -126,15 +126,15 @@ def _merge(listings: Sequence[Listing], votes: Sequence[Vote]) -> Merged:
             cuts = CutsRecord(record.cuts.mesh + len(meshes), record.cuts.order)
             tensors[name] = TensorRecord(record.dtype, record.shape, [], cuts)
         meshes += listing.meshes
-        index += vote.file is not None
+        index += len(vote.files)
     return Merged(tensors, rank_tensors, meshes)
 
 
 def _in_file(records: dict[str, TensorRecord], index: int) -> dict[str, TensorRecord]:
-    """The same records with their pieces in file number `index`."""
+    """The same records with the rank's files counted from `index`."""
     return {
         name: TensorRecord(
-            record.dtype, record.shape, [PieceRecord(index, p.begin, p.end, p.box) for p in record.pieces]
+            record.dtype, record.shape, [PieceRecord(index + p.file, p.begin, p.end, p.box) for p in record.pieces]
         )
         for name, record in records.items()
     }

@@ -2,7 +2,7 @@
 
 Jobs come from the training thread through one queue; outcomes go back through another. At most `slots` saves are in
 flight: each holds an arena, and the training thread waits for a free one before it takes the next snapshot.
-The thread makes system calls and digests that release the GIL, and touches no live tensor.
+The thread makes system calls and digests that release the GIL. Of live tensors it reads only those that do not change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -23,8 +23,9 @@ from unbroken.agreement import fold
 from unbroken.cluster import CONNECT_S, Channel
 from unbroken.commit import Outcome, SaveId
 from unbroken.errors import SaveFailed, UnbrokenError
-from unbroken.image.digest import block_bytes_for, digest_blocks, digest_text
+from unbroken.image.digest import BlockDigests, block_bytes_for, digest_blocks, digest_text
 from unbroken.image.image import Arena
+from unbroken.kept import Frozen
 from unbroken.manifest import FileRecord
 from unbroken.snapshot import Snapshot
 from unbroken.state.draft import count_and_name
@@ -50,6 +51,8 @@ class Job:
     """Digest of the common plan."""
     contested: dict[str, str] = field(default_factory=dict)
     """Digests of what ranks of other meshes must have alike."""
+    late: Callable[[], None] = field(default=lambda: None)
+    """What is left to be looked at before this rank votes."""
 
 
 def not_entered_by_rank_0(save: SaveId, deadline_s: float) -> str:
@@ -76,6 +79,8 @@ class Writer:
     arenas: queue.Queue[Arena] = field(default_factory=queue.Queue)
     _jobs: queue.SimpleQueue[Job | None] = field(default_factory=queue.SimpleQueue)
     _teller: Teller = field(default_factory=Teller)
+    _kept: tuple[Frozen, str, FileRecord] | None = None
+    """What did not change, and its file in the newest checkpoint: directory and record."""
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -138,10 +143,16 @@ class Writer:
         )
         outcome = msgspec.json.decode(data, type=Outcome)
         self._teller.learn(outcome.committed)
-        if not outcome.committed and vote.file is not None:
+        if not outcome.committed:
             # Give back the space of the failed try. Were the manifest there after all, we would not be here.
-            self.store.delete(path)
+            self._delete(job.save, vote.files)
+        elif job.snapshot is not None and job.snapshot.frozen is not None:
+            self._kept = job.snapshot.frozen, job.save.directory, vote.files[-1]
         return outcome
+
+    def _delete(self, save: SaveId, files: Sequence[FileRecord]) -> None:
+        for file in files:
+            self.store.delete(f"{save.directory}/{file.name}")
 
     def _write(self, job: Job, name: str, path: str) -> Vote:
         """Write this rank's file; whatever goes wrong becomes a vote against, never an exception."""
@@ -149,20 +160,23 @@ class Writer:
             return Vote(error=job.error)
         began = time.monotonic()
         plan = job.snapshot.plan
-        file = None
+        files: list[FileRecord] = []
         try:
             if plan.parts:
-                file = self._write_file(job.snapshot, name, path)
+                files.append(self._write_file(job.snapshot, name, path))
             else:
                 _complete(job.snapshot, self.write_deadline_s)
-        except SaveFailed as error:
-            return Vote(error=str(error))
+            if job.snapshot.frozen is not None:
+                files.append(self._keep(job.save, job.snapshot.frozen))
+            job.late()
         except Exception as error:  # without a vote all ranks would wait for this one until the write deadline
-            return Vote(error=f"cannot write {path}: {error}")
+            with contextlib.suppress(OSError):
+                self._delete(job.save, files)
+            return Vote(error=str(error) if isinstance(error, SaveFailed) else f"cannot write {path}: {error}")
         alike = self._as_rank_0(job.save, job.snapshot.values)
         listing, listed = self._teller.tell(plan)
         return Vote(
-            file=file,
+            files=files,
             listing=listing,
             listed=listed,
             values={key: msgspec.Raw(value) for key, value in job.snapshot.values.items() if key not in alike},
@@ -199,6 +213,25 @@ class Writer:
             yield part
         _complete(snapshot, self.write_deadline_s)
 
+    def _keep(self, save: SaveId, frozen: Frozen) -> FileRecord:
+        """A file of what does not change: that of the newest checkpoint by a further name, or a new one."""
+        name = save.kept_name(self.generation, self.channel.rank)
+        path = f"{save.directory}/{name}"
+        if self._kept is not None and self._kept[0] is frozen:
+            _, directory, file = self._kept
+            _refuse_thawed(frozen.compare(file.blocks, file.block_bytes))
+            try:
+                self.store.link(f"{directory}/{file.name}", path)
+                return FileRecord(name, file.size, file.block_bytes, file.blocks)
+            except OSError as error:
+                log.debug("%s is written again: %s", path, error)
+        digests = BlockDigests(block_bytes_for(frozen.layout.size))
+        self.store.create_in_parts(path, digests.of(frozen.content()))
+        if frozen.look():
+            self.store.delete(path)
+            _refuse_thawed(frozen.thawed)
+        return FileRecord(name, frozen.layout.size, digests.block_bytes, digests.text())
+
     def _reserve(self, size: int) -> None:
         """Let the arena of the next save be ready, too: the loop would stand still, or a step wait, for its pages."""
         with contextlib.suppress(queue.Empty):
@@ -232,4 +265,12 @@ def _complete(snapshot: Snapshot, deadline_s: float) -> None:
         raise SaveFailed(
             f"{count_and_name(rest.changed)} changed while being copied, and not by the step of an optimizer; from now "
             'on the loop waits while they are copied (snapshot="block" does so from the start)'
+        )
+
+
+def _refuse_thawed(names: Collection[str]) -> None:
+    if names:
+        raise SaveFailed(
+            f"{count_and_name(sorted(names))} changed though no gradient is wanted for them; "
+            "from now on they are written at every save"
         )

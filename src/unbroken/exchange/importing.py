@@ -25,7 +25,7 @@ from unbroken.exchange.dcp_source import load_dcp
 from unbroken.exchange.incoming import IncomingPart, IncomingTensor, with_incoming
 from unbroken.exchange.registering import Registered, Wishes, register
 from unbroken.exchange.torch_files import load_torch
-from unbroken.image.digest import block_bytes_for
+from unbroken.image.digest import BlockDigests, block_bytes_for
 from unbroken.image.header import dtype_name
 from unbroken.image.image import ImageLayout, TensorSpec, lay_out
 from unbroken.layout.boxes import name_of_part, whole
@@ -130,7 +130,7 @@ def _write(
     layout = lay_out([TensorSpec(name, tensor.dtype, part.box.shape) for name, (tensor, part) in parts.items()])
     directory = step_directory(step, 0)
     file = f"g{generation:04d}-rank-00000.safetensors"
-    digests = _Digests(block_bytes_for(layout.size))
+    digests = BlockDigests(block_bytes_for(layout.size))
     undo.callback(store.delete_directory, directory)
     undo.callback(store.delete, f"{directory}/{file}")
     same = _SameValues(registered)
@@ -231,38 +231,6 @@ class _SameValues:
                 one, two = (full.partition("/")[2] for full in (name, other))
                 found.append(f"{name} and {other} are equal; if the model ties them, import with --tie {one}={two}")
         return [*found[:MOST_EQUAL], *([f"and {len(found) - MOST_EQUAL} more are equal"] if found[MOST_EQUAL:] else [])]
-
-
-class _Digests:
-    """Digests of blocks of a file, while it is written."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self._done: list[str] = []
-        self._open = xxhash.xxh3_64()
-        self._length = 0
-
-    def of(self, pieces: Iterator[memoryview | bytes]) -> Iterator[memoryview | bytes]:
-        """The same pieces, digested."""
-        for piece in pieces:
-            rest = memoryview(piece)
-            while rest:
-                part = rest[: self.block_bytes - self._length]
-                self._open.update(part)
-                self._length += len(part)
-                rest = rest[len(part) :]
-                if self._length == self.block_bytes:
-                    self._close()
-            yield piece
-
-    def _close(self) -> None:
-        self._done.append(self._open.hexdigest())
-        self._open = xxhash.xxh3_64()
-        self._length = 0
-
-    def text(self) -> str:
-        """All digests, once the pieces have ended."""
-        return "".join(self._done) + (self._open.hexdigest() if self._length else "")
 
 
 def _records(tensors: Mapping[str, IncomingTensor], layout: ImageLayout) -> dict[str, TensorRecord]:

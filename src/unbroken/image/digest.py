@@ -5,7 +5,7 @@ xxh3 with 64 bits per block: it finds damage, not tampering. xxhash releases the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import xxhash
 
@@ -33,6 +33,38 @@ def digest_blocks(data: memoryview, block_bytes: int) -> Iterator[str]:
     """Digests of consecutive blocks; the last one may be short."""
     for begin in range(0, len(data), block_bytes):
         yield digest_block(data[begin : begin + block_bytes])
+
+
+class BlockDigests:
+    """Digests of blocks of a file, of bytes that come piece by piece."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self._done: list[str] = []
+        self._open = xxhash.xxh3_64()
+        self._length = 0
+
+    def of(self, pieces: Iterable[memoryview | bytes]) -> Iterator[memoryview | bytes]:
+        """The same pieces, digested."""
+        for piece in pieces:
+            rest = memoryview(piece)
+            while rest:
+                part = rest[: self.block_bytes - self._length]
+                self._open.update(part)
+                self._length += len(part)
+                rest = rest[len(part) :]
+                if self._length == self.block_bytes:
+                    self._close()
+            yield piece
+
+    def _close(self) -> None:
+        self._done.append(self._open.hexdigest())
+        self._open = xxhash.xxh3_64()
+        self._length = 0
+
+    def text(self) -> str:
+        """All digests, once the pieces have ended."""
+        return "".join(self._done) + (self._open.hexdigest() if self._length else "")
 
 
 def digest_text(data: bytes) -> str:

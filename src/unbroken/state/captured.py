@@ -56,6 +56,8 @@ class Captured:
     """By registered name (`scheduler`, `optimizer`, …, and `rng`): everything that is not a tensor, encoded."""
     fenced: set[str] = field(default_factory=set)
     """Tensors that only the step of a torch optimizer changes, as far as the state can tell. Not to be changed."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that do not want a gradient."""
     standing: Mapping[str, LiveTensor] = field(default_factory=dict)
     """Those of `tensors` that modules and optimizers have: the same mapping as at the capture before, as long as each
     is the same tensor in the same place. Not to be changed."""

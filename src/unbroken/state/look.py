@@ -50,6 +50,8 @@ class Look:
     """As in `Captured`."""
     fenced: set[str] = field(default_factory=set)
     """As in `Captured`."""
+    frozen: frozenset[str] = frozenset()
+    """As in `Captured`."""
     _fingerprint: _Fingerprint | None = None
 
     def remember(self, modules: list[nn.Module], optimizers: list[Optimizer], lone: Iterable[Tensor]) -> None:

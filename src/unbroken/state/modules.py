@@ -61,6 +61,16 @@ def tensors_of(ties: Ties) -> Iterator[tuple[str, LiveTensor]]:
         yield slots[0].name, LiveTensor(slots[0].local.detach(), spread)
 
 
+def frozen_in(ties: Ties) -> frozenset[str]:
+    """First names of parameters that do not want a gradient."""
+    groups = ties.groups.values()
+    return frozenset(
+        slots[0].name
+        for slots in groups
+        if not any(slot.tensor.requires_grad or not slot.is_parameter for slot in slots)
+    )
+
+
 def aliases_in(ties: Ties) -> dict[str, dict[str, str]]:
     """By registered name: under which other names the tensors are known."""
     aliases: dict[str, dict[str, str]] = {}

@@ -76,7 +76,7 @@ class State:
 
     def _capture(self, accumulating: bool) -> Captured:
         look = self._keeper.current(self._look)
-        captured = Captured(dict(look.standing), fenced=look.fenced, standing=look.standing)
+        captured = Captured(dict(look.standing), fenced=look.fenced, frozen=look.frozen, standing=look.standing)
         rng.capture_global(captured)
         for name, generator in self._of_type(rng.GENERATORS).items():
             rng.capture_generator(captured, name, generator)
@@ -114,7 +114,7 @@ class State:
             if name in aliases:
                 look.described[name]["aliases"] = aliases[name]
         found.tensors.update(modules.tensors_of(ties))
-        look.standing, look.fenced = found.tensors, found.fenced
+        look.standing, look.fenced, look.frozen = found.tensors, found.fenced, modules.frozen_in(ties)
         look.remember([place.module for place in walked], own, alone)
         return look
 

@@ -64,6 +64,14 @@ class LocalStore:
         self._write_in_directory(path, parts)
         _sync_directory_or_remove(path)
 
+    def link(self, old: str, new: str) -> None:
+        """Give a file a further name, durably. Raises OSError where that cannot be, and FileExistsError."""
+        path = self._path(new)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _sync_directory(path.parent.parent)
+        os.link(self._path(old), path, follow_symlinks=False)
+        _sync_directory_or_remove(path)
+
     def publish(self, name: str, data: bytes) -> None:
         """Create a small file atomically and durably: it is there whole, or not at all.
 
