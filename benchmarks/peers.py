@@ -154,7 +154,7 @@ class TorchSave(Peer):
         sync(self.newest)
 
     def load(self) -> None:
-        self.put(torch.load(self.newest, mmap=True, weights_only=True))
+        self.put(torch.load(self.newest, weights_only=True))
 
 
 class Dcp(Peer):
@@ -203,9 +203,23 @@ class DcpThread(Dcp):
 
 
 class DcpProcess(DcpThread):
-    """DCP's async_save in a process."""
+    """DCP's async_save in a process, which wants a process group."""
 
     kind = "process"
+
+    def __init__(self, directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(directory, model, optimizer)
+        import torch.distributed as dist
+
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+        os.environ.update(MASTER_PORT=str(store.port), RANK="0", WORLD_SIZE="1")
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
 
 
 class Snapshot(Peer):
@@ -246,7 +260,10 @@ class TorchCheckpointing(Peer):
         import torch_checkpointing
 
         super().__init__(directory, model, optimizer)
-        self._manager = torch_checkpointing.CheckpointManager()
+        # Its default writes past the page cache from memory that is on no page, which systems refuse (EINVAL).
+        storage = torch_checkpointing.storage.filesystem.LocalFileSystemStorageConfig(use_direct_io=False)
+        config = torch_checkpointing.CheckpointManager.Config(storage_config=storage)
+        self._manager = torch_checkpointing.CheckpointManager(config)
 
     def save(self, step: int) -> None:
         self.finish()

@@ -11,6 +11,7 @@ stall    seconds that the loop stands still for one save: the call, and how much
 added    wall time that saving adds to the loop, percent
 durable  seconds from the call until the save is durable
 cold, warm  seconds to load, with the files out of the page cache and in it
+peak     megabytes of this process beyond those of the model and its optimizer, until the last save
 same     whether what was loaded equals what was saved, bit for bit
 """
 
@@ -98,13 +99,13 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     loop.rows_for(arguments.step_s)
     directory = Path(tempfile.mkdtemp(dir=arguments.dir))
     try:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peer = PEERS[name](directory, model, optimizer)
         loop.lock = peer.lock
         for step in range(3):  # warm: arenas, processes, the rehearsal of an overlapped snapshot
             peer.save(step)
             loop.step()
             peer.finish()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         plain, saving = [], []
         calls, after = [], []
         for round_ in range(arguments.rounds):
