@@ -11,6 +11,7 @@ import unbroken
 from rebuild import raw
 from unbroken.errors import SaveFailed, UsageError
 from unbroken.overlap import Copier, Copy
+from unbroken.store.local import LocalStore
 
 WAIT_S = 30
 
@@ -233,7 +234,10 @@ def test_another_word_than_overlap_or_block_is_refused(tmp_path):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_checkpoint_is_of_one_step_whatever_is_done_at_the_worst_moment(tmp_path, monkeypatch, seed):
-    """Between a save and the end of its copy: weights written, storages swapped, buffers changed, early steps."""
+    """Between a save and the end of its copy: weights written (also unseen), storages swapped, buffers changed.
+
+    The disk is slow: the file of a save is begun when the loop has come to the next one.
+    """
     choice = random.Random(seed)
     begin = threading.Semaphore(0)
     run = Copy.run
@@ -243,7 +247,15 @@ def test_every_checkpoint_is_of_one_step_whatever_is_done_at_the_worst_moment(tm
         run(copy)
 
     monkeypatch.setattr(Copy, "run", wait_and_run)
+    disk = threading.Semaphore(0)
+    create = LocalStore.create_in_parts
+
+    def wait_and_create(store, name, parts):
+        assert not name.endswith(".safetensors") or disk.acquire(timeout=WAIT_S)
+        create(store, name, parts)
+
     job = Job(tmp_path)
+    monkeypatch.setattr(LocalStore, "create_in_parts", wait_and_create)
     weights = [job.model.inner.weight, job.model.inner.bias, job.model.norm.weight]
 
     def write():
@@ -254,13 +266,17 @@ def test_every_checkpoint_is_of_one_step_whatever_is_done_at_the_worst_moment(tm
         weight = choice.choice(weights)
         weight.data = weight.detach() * 1.02
 
+    def exchange():
+        choice.choice(weights).data.mul_(1.03)
+
     def buffers():
         job.model.norm.running_mean.add_(1)
 
-    actions = [write, swap, buffers, job.forward_backward, lambda: None, lambda: None, lambda: None]
+    actions = [write, swap, exchange, buffers, job.forward_backward, lambda: None, lambda: None, lambda: None]
     for _ in range(40):
         job.forward_backward()
         job.step()
+        disk.release()
         for _ in range(choice.randrange(3)):
             choice.choice(actions)()
         begin.release()

@@ -8,10 +8,13 @@ tensors, in stretches of at most 64 MiB; no rank ever holds the whole. Also when
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import unbroken
 from unbroken.reading import READ_BYTES
@@ -64,6 +67,38 @@ def save_and_restore(rank, world_size, directory, saves, slots=2):
                 ckpt.wait()
 
         return part, peak_of(save)
+
+
+def read_from_disk():
+    """Bytes that this process had fetched from a device, of /proc/self/io; 0 on file systems in memory."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def restore_replicas(rank, world_size, directory, saves):
+    """Bytes that a restore of a replicated model had fetched from the disk; how many the model has."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+    model = DistributedDataParallel(nn.Sequential(*layers))
+    with unbroken.Checkpointer(directory, {"model": model}, on_error="raise") as ckpt:
+        if saves:
+            ckpt.step()
+            ckpt.save()
+            return 0, 0
+        if rank == 0:
+            for path in Path(directory).glob("step-*/*.safetensors"):
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        dist.barrier()
+        before = read_from_disk()
+        ckpt.restore()
+        return read_from_disk() - before, sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_what_ranks_have_alike_comes_from_the_disk_once(ranks, tmp_path):
+    """All ranks of a node read the same bytes in the same order; the page cache hands them on."""
+    ranks.run_all_well(f"{MODULE}:restore_replicas", 4, str(tmp_path), True)
+    results = ranks.run_all_well(f"{MODULE}:restore_replicas", 4, str(tmp_path), False)
+    assert sum(fetched for fetched, _ in results) <= 1.25 * results[0][1]
 
 
 def test_no_rank_holds_more_than_its_own_part(ranks, tmp_path):
