@@ -346,10 +346,9 @@ class Session:
 
     def wait(self) -> bool:
         """Wait until no save is in flight; False if one still is at the deadline."""
+        deadline_s = 2 * self.settings.write_deadline_s + self.settings.deadline_s
         with self._progress:
-            return self._progress.wait_for(
-                lambda: self._in_flight == 0, 2 * self.settings.write_deadline_s + self.settings.deadline_s
-            )
+            return self._progress.wait_for(lambda: self._in_flight == 0, deadline_s)
 
     def close(self, abandon: bool) -> None:
         """End all threads. With `abandon`, saves in flight are dropped instead of finished: a peer may be gone."""
