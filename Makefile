@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test lint soak chaos clean
+.PHONY: venv demo test lint soak chaos bench clean
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -30,6 +30,12 @@ soak: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m pytest tests/chaos -s -m "slow or not slow"
+
+bench: $(STAMP)
+	$(BIN)/pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/saving.py
+	$(BIN)/python benchmarks/saving.py --small --rounds 3
+	$(BIN)/python benchmarks/sharded.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -65,22 +65,22 @@ def find_tip(store: LocalStore) -> tuple[Generation | None, list[str]]:
     record, and damage to a record costs nothing. Raises NewerFormat.
     """
     tip, damaged = read_newest(store)
-    witness = _newest_witness(store)
-    if witness is not None and (tip is None or witness.generation > tip.number):
+    witness = _newest_witness(store, tip.number if tip is not None else 0)
+    if witness is not None:
         tip = Generation(witness.generation, witness.lineage, witness.world_size, witness.saved_at, host="", pid=0)
         lost = damaged or [f"the record of generation {tip.number} is missing"]
         return tip, [f"{line}; its checkpoint of step {witness.step} tells the lineage instead" for line in lost]
     return tip, [f"{line}; its lineage is unknown, going by the generation before it" for line in damaged]
 
 
-def _newest_witness(store: LocalStore) -> Manifest | None:
-    """A whole manifest of the highest generation that has one."""
+def _newest_witness(store: LocalStore, known: int) -> Manifest | None:
+    """A whole manifest of the highest generation that has one, if that is higher than `known`."""
     newest: Manifest | None = None
     for directory in store.list(""):
         place = parse_step_directory(directory)
         for name in store.list(directory) if place is not None else []:
             match = _OF_GENERATION.match(name)
-            if match and (newest is None or int(match[1]) > newest.generation):
+            if match and int(match[1]) > (known if newest is None else newest.generation):
                 newest = _whole_manifest_of(store, directory, int(match[1])) or newest
     return newest
 

@@ -67,6 +67,8 @@ class _Search:
     """The run directory, for people."""
     remaining: Iterator[Candidate] | None = None
     skipped: list[str] = field(default_factory=list)
+    manifest: Manifest | None = None
+    """Of the candidate that was announced last; None on all ranks but 0."""
 
     def next(self) -> bytes:
         """The next candidate that looks whole, or an empty announcement on a fresh start.
@@ -79,6 +81,7 @@ class _Search:
             self.remaining = candidates(self.store, tip)
         for candidate in self.remaining:
             if candidate.manifest is not None:
+                self.manifest = candidate.manifest
                 digest = digest_text(candidate.data)
                 return msgspec.json.encode(_Announcement(candidate.directory, candidate.name, digest, self.skipped))
             self.reject(candidate.directory, candidate.problem)
@@ -114,7 +117,12 @@ def restore_together(
         found = msgspec.json.decode(channel.decide(f"{phase}/candidate", search.next, deadline_s), type=_Announcement)
         if not found.directory:
             return Recovered(None, "", (), ())
-        manifest = channel.agree(f"{phase}/manifest", lambda: _read_announced(store, found), deadline_s)  # noqa: B023
+        known = search.manifest
+        manifest = channel.agree(
+            f"{phase}/manifest",
+            lambda: known or _read_announced(store, found),  # noqa: B023
+            deadline_s,
+        )
         problem = _try(channel, store, state, found.directory, manifest, phase, (deadline_s, read_deadline_s), strict)
         if isinstance(problem, Restoration):
             return Recovered(manifest, found.directory, tuple(found.skipped), tuple(problem.warnings))
