@@ -13,7 +13,7 @@ SOURCE = Path(unbroken.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"cluster", "faultpoints", "layout", "probes"},
+    {"cluster", "faultpoints", "garbage", "layout", "probes"},
     {"image", "store", "state", "data"},
     {"manifest", "policy", "overlap"},
     {"generations", "blocks", "planning", "environment", "preemption", "meeting", "values", "coverage"},

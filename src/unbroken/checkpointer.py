@@ -27,6 +27,7 @@ from unbroken.coverage.coverage import Coverage
 from unbroken.directory import run_directory
 from unbroken.environment import describe_environment, differences
 from unbroken.errors import DeadlineExceeded, Preempted, UnbrokenError, UsageError
+from unbroken.garbage import without_collecting
 from unbroken.ledger import Ledger, expect_ledger, open_ledger
 from unbroken.manifest import Manifest
 from unbroken.policy import Every, Keep, Schedule, Settings
@@ -148,6 +149,7 @@ class Checkpointer:
         """
         return self._micro_step
 
+    @without_collecting()
     def restore(self, *, strict: bool = True) -> Restored | None:
         """Restore the newest good checkpoint, the same one on all ranks; None on a fresh start.
 

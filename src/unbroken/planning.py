@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import xxhash
 
+from unbroken.garbage import without_collecting
 from unbroken.image.header import dtype_name
 from unbroken.image.image import ImageLayout, TensorSpec, lay_out
 from unbroken.layout.boxes import Box, name_of_part, whole
@@ -114,6 +115,7 @@ def is_shared(name: str, live: LiveTensor, world_size: int) -> bool:
     return live.spread is not None if world_size > 1 else not name.startswith("rng/")
 
 
+@without_collecting()
 def plan_snapshot(
     captured: Captured,
     rank: int,

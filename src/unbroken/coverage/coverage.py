@@ -25,6 +25,7 @@ from unbroken.coverage.alive import is_resumable
 from unbroken.coverage.movement import Mark
 from unbroken.coverage.search import Search
 from unbroken.errors import NotCovered
+from unbroken.garbage import without_collecting
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class Coverage:
         self._checked = False
         _all.add(self)
 
+    @without_collecting()
     def look(self) -> None:
         """Remember what is not covered, and what it is like now. To be called before training goes on.
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unbroken.errors import UnbrokenError, UnsupportedValue, UsageError
+from unbroken.garbage import without_collecting
 from unbroken.state import buckets, foreign_optimizers, gradients, modules, objects, optimizers, rng
 from unbroken.state.captured import Captured, Json, LiveTensor, Restoration, SavedTensor
 from unbroken.state.draft import Draft, naming
@@ -88,6 +89,7 @@ class State:
         gradients.capture_gradients(captured, look.parameters, accumulating=accumulating)
         return captured
 
+    @without_collecting()
     def _look(self) -> Look:
         """Everything that a capture finds in modules and optimizers."""
         by_name = self._slots()
