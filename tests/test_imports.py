@@ -13,11 +13,12 @@ SOURCE = Path(unbroken.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"cluster", "faultpoints", "layout", "probes"},
+    {"cluster", "faultpoints", "layout", "probes", "cuda"},
     {"image", "store", "state", "data"},
     {"manifest", "policy", "overlap"},
     {"generations", "blocks", "planning", "environment", "preemption", "meeting", "values", "coverage"},
     {"snapshot", "votes"},
+    {"replicas"},
     {"retention", "agreement"},
     {"candidates", "commit", "pieces", "ledger", "directory"},
     {"reading"},

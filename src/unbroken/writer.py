@@ -203,7 +203,8 @@ class Writer:
         with contextlib.suppress(queue.Empty):
             arena = self.arenas.get_nowait()
             try:
-                arena.reserve(size)
+                if not arena.is_pinned:  # only the training thread knows that no graph is being captured
+                    arena.reserve(size)
             except (OSError, MemoryError) as error:  # the save that needs it will say so
                 log.debug("no memory for a second save: %s", error)
             finally:
