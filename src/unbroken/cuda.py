@@ -89,6 +89,7 @@ class Crossing:
 
     def enqueue(self) -> None:
         """Let the device copy when it comes to it."""
+        torch.cuda.set_device(self.device)  # or going back to this thread's own would make a context on device 0
         side = side_stream(self.device)
         side.wait_event(self._ready)
         with torch.cuda.stream(side):
@@ -116,7 +117,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+def _copy(targets: list[Tensor], sources: list[Tensor] | tuple[Tensor, ...]) -> None:
     """On the current stream."""
     torch._foreach_copy_(targets, sources, non_blocking=True)
 
@@ -177,5 +178,12 @@ def wait_for_devices(tensors: Iterable[Tensor]) -> None:
 
 
 def pinned_bytes(length: int) -> Tensor:
-    """Memory that a device reads from by itself. torch keeps it for the next who asks."""
+    """Memory that devices read from by themselves. torch keeps it for the next who asks."""
     return torch.empty(length, dtype=torch.uint8, pin_memory=True)
+
+
+def fill(places: list[Tensor], bytes_of: list[Tensor] | tuple[Tensor, ...]) -> None:
+    """Copy from pinned memory to devices, and return when all is there; other threads may do the same meanwhile."""
+    _copy(places, bytes_of)
+    for device in {place.device for place in places}:
+        torch.cuda.current_stream(device).synchronize()

@@ -162,7 +162,8 @@ class Copy:
             for part in self.from_devices:
                 part.crossing.wait()
             self._look_at_devices()
-            self.changed += sorted({name for part in self.from_devices for name in part.different()})
+            different = {name for part in self.from_devices for name in part.different()}
+            self.changed += sorted(different.difference(self.changed))
             self.at_the_end()
         except BaseException as error:
             self.error = error
@@ -201,7 +202,7 @@ class Copy:
         with self._look:
             if not self._looked:
                 self._looked = True
-                self.changed += [name for part in self.from_devices for name in part.moved()]
+                self.changed += sorted({name for part in self.from_devices for name in part.moved()})
 
     def _tell(self, copied: int) -> None:
         with self._progress:

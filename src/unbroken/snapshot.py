@@ -109,12 +109,9 @@ def _route_of(captured: Captured, plan: Plan, waiting: Collection[str]) -> Route
     for part in sorted(plan.parts, key=lambda part: begins[part.stored_as]):
         source, begin = part.source(captured.tensors[part.tensor].tensor), begins[part.stored_as]
         route.on_cuda |= cuda.is_on_cuda(source)
-        if part.tensor in waiting and source.device.type == "cpu":
-            route.later.add(part.tensor, source, part.stored_as, begin)
-            continue
-        if part.tensor in waiting and cuda.can_cross(source):
-            there = route.from_devices.setdefault(source.device, Waiting())
-            there.add(part.tensor, source, part.stored_as, begin)
+        queue = _queue_for(source, route) if part.tensor in waiting else None
+        if queue is not None:
+            queue.add(part.tensor, source, part.stored_as, begin)
             continue
         if part.tensor not in captured.standing:
             route.loose.append((len(route.now), part))
@@ -122,6 +119,13 @@ def _route_of(captured: Captured, plan: Plan, waiting: Collection[str]) -> Route
         route.now_to.append(part.stored_as)
     route.waiting = frozenset(name for part in (route.later, *route.from_devices.values()) for name in part.names)
     return route
+
+
+def _queue_for(source: torch.Tensor, route: Route) -> Waiting | None:
+    """Where it waits to be copied later; None if it has to be copied at once."""
+    if cuda.can_cross(source):
+        return route.from_devices.setdefault(source.device, Waiting())
+    return route.later if source.device.type == "cpu" and not cuda.is_on_cuda(source) else None
 
 
 @torch.no_grad()
