@@ -18,7 +18,7 @@ import unbroken
 from rebuild import raw
 from unbroken import cuda
 from unbroken.cuda import Crossing
-from unbroken.errors import SaveFailed
+from unbroken.errors import NoUsableCheckpoint, SaveFailed
 from unbroken.image.image import Arena, TensorSpec, lay_out
 from unbroken.overlap import Copier, Copy, FromDevice
 
@@ -217,12 +217,13 @@ def test_snapshot_block_copies_at_once(tmp_path, device):
     assert restored(tmp_path, device, 3) == job.contents[3]
 
 
-def test_an_error_on_the_device_costs_the_save(device, job, monkeypatch):
+@pytest.mark.parametrize("call", ["leave", "enqueue", "wait"])
+def test_an_error_on_the_device_costs_the_save(device, job, monkeypatch, call):
     def fail(crossing):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Crossing, "enqueue", fail)
+        patch.setattr(Crossing, call, fail)
         job.step()
         with pytest.raises(SaveFailed, match="RuntimeError: out of memory"):
             job.ckpt.wait()
@@ -277,6 +278,39 @@ def test_without_one_of_the_edges_some_are_not(tmp_path, device, monkeypatch, ed
     monkeypatch.setattr(Copy, "_look_at_devices", lambda self: None)
     monkeypatch.setattr(FromDevice, "different", lambda self: [])
     assert stress(tmp_path, device, random.Random(0)) > 0
+
+
+def big_model(device, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(1500, 2000), nn.Linear(2000, 3), nn.BatchNorm1d(3))  # the first in two runs
+    for parameter in model.parameters():
+        device.adopt(parameter.data)
+    return model
+
+
+def test_tensors_that_are_read_in_several_runs_reach_the_device_whole(tmp_path, device):
+    model, again = big_model(device, 0), big_model(device, 1)
+    with unbroken.Checkpointer(tmp_path, {"m": model}, on_error="raise") as ckpt:
+        ckpt.save()
+    with unbroken.Checkpointer(tmp_path, {"m": again}) as ckpt:
+        write(device, again[0].weight, 1.0)  # still to run, and before what is read
+        assert ckpt.restore().step == 0
+    assert [raw(item) for item in again.state_dict().values()] == [raw(item) for item in model.state_dict().values()]
+
+
+def test_a_damaged_block_never_reaches_the_device(tmp_path, device):
+    model, again = big_model(device, 0), big_model(device, 1)
+    with unbroken.Checkpointer(tmp_path, {"m": model}, on_error="raise") as ckpt:
+        ckpt.save()
+    for path in (tmp_path / "step-0").glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        for place in range(5000, len(data), 1 << 20):  # in every block
+            data[place] ^= 1
+        path.write_bytes(data)
+    before = raw(again[0].weight)
+    with pytest.raises(NoUsableCheckpoint, match="do not match their digest"):
+        unbroken.Checkpointer(tmp_path, {"m": again}).restore()
+    assert raw(again[0].weight) == before
 
 
 SMALL, LARGE = (lay_out([TensorSpec("a", torch.float32, (length,))]) for length in (10, 1 << 20))

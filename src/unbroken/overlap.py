@@ -148,13 +148,18 @@ class Copy:
 
     def leave(self) -> None:
         """Fix what comes from devices: what they have when all that is enqueued by now is done."""
-        for part in self.from_devices:
-            part.crossing.leave()
+        try:
+            for part in self.from_devices:
+                part.crossing.leave()
+        except RuntimeError as error:  # no pinned memory, say; it costs this save, and `run` says so
+            self.error = error
 
     @torch.no_grad()
     def run(self) -> None:
         """Copy, and see whether all is still as it was."""
         try:
+            if self.error is not None:
+                raise self.error
             for part in self.from_devices:
                 part.crossing.enqueue()
             self._copy_on_host()
