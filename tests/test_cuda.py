@@ -209,6 +209,26 @@ def test_once_an_optimizer_is_captured_in_a_graph_all_is_copied_at_once(tmp_path
     assert restored(tmp_path, device, 7) == job.contents[7]
 
 
+def test_small_results_of_kernels_come_along_with_the_copies(device, job, monkeypatch):
+    found, submit, place = [], Copier.submit, torch.device("cpu")
+
+    def bring_more(copier, copy):
+        total = device.adopt(torch.zeros(1))
+        write(device, total, 7.0)
+        assert copy.bring({torch.device("meta"): total}) is None
+        brought = copy.bring({place: total})
+        copy.at_the_end = lambda: found.append(brought()[place].item())
+        submit(copier, copy)
+
+    monkeypatch.setattr(Copier, "submit", bring_more)
+    device.hold(device.default)
+    job.step()
+    device.release(device.default)
+    job.ckpt.wait()
+    job.close()
+    assert found == [7.0]
+
+
 def test_snapshot_block_copies_at_once(tmp_path, device):
     job = Job(tmp_path, device, snapshot="block", on_error="raise")
     job.rehearse()
