@@ -13,12 +13,13 @@ SOURCE = Path(unbroken.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"cluster", "faultpoints", "garbage", "layout", "probes"},
+    {"cluster", "cuda", "faultpoints", "garbage", "layout", "probes"},
     {"image", "store", "state", "data"},
     {"manifest", "policy", "overlap"},
     {"generations", "blocks", "planning", "environment", "preemption", "meeting", "values", "coverage"},
     {"kept", "votes"},
     {"snapshot"},
+    {"replicas"},
     {"retention", "agreement"},
     {"candidates", "commit", "pieces", "ledger", "directory"},
     {"reading"},

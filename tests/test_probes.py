@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unbroken.probes import PER_TENSOR, Probes
+from unbroken.probes import PER_TENSOR, Probes, RowProbes
 
 TENSORS = {
     "matrix": lambda: torch.arange(60.0).reshape(12, 5),
@@ -62,3 +62,16 @@ def test_nan_and_negative_zero_are_compared_by_bytes():
 def test_nothing_is_nothing():
     probes = Probes([], [])
     assert list(probes.where_different(probes.read(), probes.read())) == []
+
+
+def test_probes_of_rows_tell_which_tensor_differs_whatever_their_dtypes():
+    dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex128, torch.int8)
+    tensors = [torch.randn(100).to(dtype) for dtype in dtypes] + [torch.empty(0, 3), torch.tensor(float("nan"))]
+    probes, copied = RowProbes(tensors), RowProbes([tensor.clone() for tensor in tensors])
+    before = probes.read()
+    assert list(probes.where_different(before, copied.read())) == []
+    for index in (*range(len(dtypes)), len(tensors) - 1):
+        tensors[index].data.copy_(tensors[index].logical_not() if index == 4 else torch.full_like(tensors[index], 7))
+        assert list(probes.where_different(before, probes.read())) == [index]
+        before = probes.read()
+    assert list(RowProbes(tensors[7:8]).read()) == []

@@ -25,7 +25,8 @@ from unbroken.image.digest import digest_text
 from unbroken.layout.boxes import Box, intersect
 from unbroken.layout.spread import Cuts, holding
 from unbroken.planning import structure_of
-from unbroken.snapshot import as_bytes, digest_replicas, held_boxes
+from unbroken.replicas import digest_replicas
+from unbroken.snapshot import as_bytes, held_boxes
 from unbroken.state.captured import Captured
 
 Range: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

@@ -2,7 +2,8 @@
 
 What only an optimizer step changes (its parameters, their moments and counters) is copied by a thread of its own after
 `step()` has returned. A hook that torch calls before the step of any optimizer in the process is the fence: it waits
-until the copy is complete. Everything else is copied at once, with the loop standing still.
+until the copy is complete. Of what lies on CUDA devices it only makes the device wait (`cuda.py` says why that keeps
+the order). Everything else is copied at once, with the loop standing still.
 
 Nothing is assumed that was not seen. A tensor's first save copies it at once, and is its rehearsal: if it has changed
 by the time of the next fence, it is copied at once from then on; if no fence is ever passed, everything is. A version
@@ -27,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unbroken.probes import Probes
+from unbroken import cuda
+from unbroken.probes import Probes, RowProbes
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class Waiting:
     begins: list[int] = field(default_factory=list)
     """Where each lies in the arena, ascending; bytes."""
     _probes: Probes | None = None
+    _row_probes: RowProbes | None = None
 
     def add(self, name: str, source: Tensor, stored_as: str, begin: int) -> None:
         """One more, behind the others."""
@@ -59,9 +62,37 @@ class Waiting:
             self._probes = Probes(self.sources, self.in_rows())
         return self._probes
 
+    def row_probes(self) -> RowProbes:
+        """The same of sources that are contiguous and lie on one device."""
+        if self._row_probes is None:
+            self._row_probes = RowProbes(self.sources)
+        return self._row_probes
+
     def in_rows(self) -> list[bool]:
         """Which of the sources lie in memory as in the arena."""
         return [item.is_contiguous() and not (item.is_conj() or item.is_neg()) for item in self.sources]
+
+
+@dataclass(slots=True)
+class FromDevice:
+    """What a snapshot brings from one CUDA device."""
+
+    waiting: Waiting
+    crossing: cuda.Crossing
+    """Its first small result is the sources' probes."""
+    arrived: RowProbes
+    """Elements of the targets."""
+    versions: list[int]
+    """Of the sources, when the snapshot was taken."""
+
+    def moved(self) -> list[str]:
+        """The names of tensors into which writes were enqueued since."""
+        return moved(self.waiting.names, self.waiting.sources, self.versions)
+
+    def different(self) -> list[str]:
+        """The names of tensors that did not arrive as they were; after the crossing."""
+        where = self.arrived.where_different(self.crossing.brought[0], self.arrived.read())
+        return [self.waiting.names[index] for index in where]
 
 
 @dataclass(slots=True)
@@ -69,6 +100,7 @@ class Copy:
     """The rest of a snapshot: tensors that may not change before it is complete."""
 
     waiting: Waiting
+    """Those in the host's memory."""
     targets: list[Tensor]
     copied: Probes
     """Elements of the targets."""
@@ -76,39 +108,106 @@ class Copy:
     """Of the sources, when the snapshot was taken."""
     elements: Tensor
     """The sources' probes then."""
+    from_devices: list[FromDevice] = field(default_factory=list)
+    arena: Any = None
+    """Kept until the copy is done."""
     changed: list[str] = field(default_factory=list)
     """Tensors that changed meanwhile: the snapshot is of no step."""
     afterwards: Callable[[], None] = field(default=lambda: None)
-    """Called with the copy complete, and the tensors still unchanged."""
+    """Called with the host's part complete, and its tensors still unchanged."""
+    at_the_end: Callable[[], None] = field(default=lambda: None)
+    """Called when all has come from the devices."""
     error: BaseException | None = None
+    passable: threading.Event = field(default_factory=threading.Event)
+    """Set when the host's tensors may change, and those on devices once `hold_back` was called."""
     done: threading.Event = field(default_factory=threading.Event)
+    _looked: bool = False
+    """True when what lies on devices was seen to be unchanged, or not."""
+    _look: threading.Lock = field(default_factory=threading.Lock)
     _copied: int = 0
     """Bytes of the arena, from its begin, that are complete."""
     _progress: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return [name for part in (self.waiting, *(each.waiting for each in self.from_devices)) for name in part.names]
+
+    def bring(self, results: Mapping[torch.device, Tensor]) -> Callable[[], dict[torch.device, Tensor]] | None:
+        """Bring small results of devices along; gives a function for `at_the_end` that returns them on the host.
+
+        None if nothing else comes from one of the devices.
+        """
+        crossings = {part.crossing.device: part.crossing for part in self.from_devices}
+        if not results.keys() <= crossings.keys():
+            return None
+        places = {device: len(crossings[device].along) for device in results}
+        for device, result in results.items():
+            crossings[device].along.append(result)
+        return lambda: {device: crossings[device].brought[place] for device, place in places.items()}
+
+    def leave(self) -> None:
+        """Fix what comes from devices: what they have when all that is enqueued by now is done."""
+        try:
+            for part in self.from_devices:
+                part.crossing.leave()
+        except RuntimeError as error:  # no pinned memory, say; it costs this save, and `run` says so
+            self.error = error
 
     @torch.no_grad()
     def run(self) -> None:
         """Copy, and see whether all is still as it was."""
         try:
-            begins, sources = self.waiting.begins, self.waiting.sources
-            self._tell(begins[0])
-            for first, end in _groups(begins):
-                torch._foreach_copy_(self.targets[first:end], sources[first:end])
-                self._tell(begins[end] if end < len(begins) else sys.maxsize)
-            self.afterwards()
-            names = self.waiting.names
-            different = self.copied.where_different(self.elements, self.copied.read())
-            self.changed += sorted({*moved(names, sources, self.versions), *map(names.__getitem__, different)})
+            if self.error is not None:
+                raise self.error
+            for part in self.from_devices:
+                part.crossing.enqueue()
+            self._copy_on_host()
+            self.passable.set()
+            for part in self.from_devices:
+                part.crossing.wait()
+            self._look_at_devices()
+            different = {name for part in self.from_devices for name in part.different()}
+            self.changed += sorted(different.difference(self.changed))
+            self.at_the_end()
         except BaseException as error:
             self.error = error
+            for part in self.from_devices:
+                part.crossing.abandon()
         finally:
             self._tell(sys.maxsize)
+            self.passable.set()
             self.done.set()
+
+    def hold_back(self) -> None:
+        """Let devices write into the tensors only when they are copied. At the fence, once the copy is passable."""
+        self._look_at_devices()
+        for part in self.from_devices:
+            part.crossing.hold_back()
 
     def wait_for(self, end: int, deadline_s: float) -> bool:
         """Wait until the arena's bytes before `end` are copied, or never will be; False at the deadline."""
         with self._progress:
             return self._progress.wait_for(lambda: self._copied >= end, deadline_s)
+
+    def _copy_on_host(self) -> None:
+        begins, sources = self.waiting.begins, self.waiting.sources
+        missing = min((part.waiting.begins[0] for part in self.from_devices), default=sys.maxsize)
+        for first, end in _groups(begins):
+            self._tell(min(missing, begins[first]))
+            torch._foreach_copy_(self.targets[first:end], sources[first:end])
+        self._tell(missing)
+        self.afterwards()
+        names = self.waiting.names
+        different = self.copied.where_different(self.elements, self.copied.read())
+        self.changed += sorted({*moved(names, sources, self.versions), *map(names.__getitem__, different)})
+
+    def _look_at_devices(self) -> None:
+        """By whoever comes first, the fence or the end of the copies: later, counters tell of the next step."""
+        with self._look:
+            if not self._looked:
+                self._looked = True
+                self.changed += sorted({name for part in self.from_devices for name in part.moved()})
 
     def _tell(self, copied: int) -> None:
         with self._progress:
@@ -147,6 +246,7 @@ class Copier:
         self._unsafe: set[str] = set()
         self._may_wait: tuple[Collection[str], frozenset[str]] | None = None
         self._rehearsal: tuple[list[str], list[Tensor], list[int]] | None = None
+        self._graphed = False
         self._current: Copy | None = None
         self._jobs: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="unbroken-copier", daemon=True)
@@ -168,6 +268,8 @@ class Copier:
 
     def may_wait(self, fenced: Collection[str]) -> frozenset[str]:
         """Which of the tensors that only an optimizer changes need not be copied at once."""
+        if self._graphed or cuda.is_capturing():
+            return frozenset()
         if self._may_wait is None or self._may_wait[0] is not fenced:
             self._may_wait = fenced, frozenset(self._safe.intersection(fenced))
         return self._may_wait[1]
@@ -180,6 +282,7 @@ class Copier:
 
     def submit(self, copy: Copy) -> None:
         """Begin to copy. Called by the training thread, which has passed the fence."""
+        copy.leave()
         self._current = copy
         self._jobs.put(copy)
 
@@ -189,7 +292,7 @@ class Copier:
         if copy is None or os.getpid() != self._pid:
             return  # a forked child has neither the thread nor the state that is copied
         if not copy.done.wait(self._deadline_s):
-            copy.changed.append(copy.waiting.names[0])
+            copy.changed.append(copy.names[0])
         if copy.changed:
             self._unsafe.update(copy.changed)
             self._safe.difference_update(copy.changed)
@@ -197,8 +300,11 @@ class Copier:
         self._current = None
 
     def _fence(self) -> None:
-        """Before the step of an optimizer. Costs two looks when nothing is under way."""
-        self.finish()
+        """Before the step of an optimizer. Costs three looks when nothing is under way."""
+        if cuda.is_capturing() and not self._graphed:
+            log.debug("all is copied at once from now on, since the step of an optimizer is captured in a graph")
+            self._graphed = True
+        self._pass()
         if self._rehearsal is not None:
             changed = moved(*self._rehearsal)
             if changed:
@@ -206,6 +312,17 @@ class Copier:
             self._unsafe.update(changed)
             self._safe.update(set(self._rehearsal[0]).difference(changed))
             self._rehearsal = self._may_wait = None
+
+    def _pass(self) -> None:
+        """Return when the optimizer may enqueue its step, or, without a device, take it."""
+        copy = self._current
+        # While a graph is captured no stream may wait for what is not part of it.
+        if copy is None or not copy.from_devices or copy.done.is_set() or self._graphed:
+            self.finish()
+        elif os.getpid() == self._pid and copy.passable.wait(self._deadline_s):
+            copy.hold_back()
+        else:
+            self.finish()
 
     def _serve(self) -> None:
         while (copy := self._jobs.get()) is not None:

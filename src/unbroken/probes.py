@@ -7,6 +7,7 @@ their average, say) changes elements everywhere: a handful of each tensor shows 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ PER_TENSOR = 8
 """Elements that are looked at, spread evenly from the first to the last."""
 _ALIGNMENT = 16
 """Bytes; the largest element has so many."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element."""
 
 
 class Probes:
@@ -41,11 +44,47 @@ class Probes:
 
     def where_different(self, one: Tensor, other: Tensor) -> Iterator[int]:
         """Indexes of tensors of which two readings differ."""
-        if not torch.equal(one, other):
-            for index, begin in enumerate(self._begins[:-1]):
-                end = self._begins[index + 1]
-                if not torch.equal(one[begin:end], other[begin:end]):
-                    yield index
+        return _where_different(self._begins, one, other)
+
+
+class RowProbes:
+    """The same elements of contiguous tensors on one device, gathered there by a few kernels that nobody waits for.
+
+    Tensors elsewhere, of the same dtypes and shapes, give readings that can be compared with these.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """tensors  contiguous, all on one device"""
+        by_size: dict[int, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            by_size.setdefault(tensor.dtype.itemsize, []).append(index)
+        self._order = [index for group in by_size.values() for index in group]
+        views = [[_as_integers(_probe(tensors[index], True)) for index in group] for group in by_size.values()]
+        self._views = views
+        self._begins = [0]
+        for view in [view for group in views for view in group]:
+            self._begins.append(self._begins[-1] + view.nbytes)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """The elements as bytes, on the tensors' device; complete when its current stream comes to it."""
+        return torch.cat([torch.cat(group).view(torch.uint8) for group in self._views])
+
+    def where_different(self, one: Tensor, other: Tensor) -> Iterator[int]:
+        """Indexes of tensors of which two readings differ."""
+        return map(self._order.__getitem__, _where_different(self._begins, one, other))
+
+
+def _where_different(begins: Sequence[int], one: Tensor, other: Tensor) -> Iterator[int]:
+    if not torch.equal(one, other):
+        for index, (begin, end) in enumerate(pairwise(begins)):
+            if not torch.equal(one[begin:end], other[begin:end]):
+                yield index
+
+
+def _as_integers(view: Tensor) -> Tensor:
+    """The same bits. So all dtypes of one size are put together, whatever kernels torch has for each."""
+    return view.view(_INTEGERS.get(view.dtype.itemsize, view.dtype))
 
 
 def _probe(tensor: Tensor, in_rows: bool) -> Tensor:

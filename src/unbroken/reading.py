@@ -1,7 +1,8 @@
 """Bytes of a checkpoint -> live tensors, every one verified on the way (invariant 2).
 
 Only what is wanted is read, in whole blocks, since digests are per block; and it is read straight into the tensors'
-own memory, by several threads, since one does not keep a disk busy. Nothing here decides which checkpoint.
+own memory, by several threads, since one does not keep a disk busy. What goes to a CUDA device is read into pinned
+memory, verified there, and copied from it, by each thread for itself. Nothing here decides which checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from unbroken import faultpoints
+from unbroken import cuda, faultpoints
 from unbroken.blocks import DataFile, Landing
 from unbroken.image.header import dtype_of
 from unbroken.layout.boxes import Box, intersect, offset_in, whole
@@ -60,6 +61,18 @@ class _Wanted:
     """The part of the target where it goes."""
     strides: tuple[int, ...]
     """Of the part, in the file; in elements."""
+    on_device: torch.Tensor | None = None
+    """The bytes of its place, flat, if they lie on a CUDA device as in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """What goes to a CUDA device."""
+
+    begin: int
+    """First byte in the file."""
+    place: torch.Tensor
+    """Flat bytes."""
 
 
 @dataclass(slots=True)
@@ -67,10 +80,23 @@ class _Run:
     """What is read of a file at once."""
 
     landings: list[Landing] = field(default_factory=list)
+    crossings: list[_Crossing] = field(default_factory=list)
     scattered: list[tuple[_Wanted, memoryview]] = field(default_factory=list)
     """Parts that lie otherwise in the tensor than in the file, and the memory that they are copied from."""
     begin: int = 0
     end: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is to be read yet."""
+        return not self.landings and not self.crossings
+
+    def add(self, begin: int, place: memoryview | torch.Tensor) -> None:
+        """Read the bytes from `begin` on into memory, or to a device."""
+        if isinstance(place, memoryview):
+            self.landings.append(Landing(begin, place))
+        else:
+            self.crossings.append(_Crossing(begin, place))
 
 
 def targets_of(tensor: torch.Tensor, spread: Spread | None, rank: int) -> list[Target]:
@@ -102,6 +128,8 @@ def read_tensors(
         for target in parts:
             for piece in pieces.overlapping(name, records[name], target.box):
                 by_file.setdefault(piece.file, []).extend(_wanted(records[name], piece, target))
+    # Kernels that still write to targets, their initialisation say, would come after what is read.
+    cuda.wait_for_devices(target.tensor for parts in targets.values() for target in parts)
     with ThreadPoolExecutor(READERS, thread_name_prefix="unbroken-reader") as pool:
         for index, wanted in sorted(by_file.items()):
             file = manifest.files[index]
@@ -131,10 +159,23 @@ def _read_file(pool: ThreadPoolExecutor, source: DataFile, runs: Iterator[_Run])
 
 
 def _read(source: DataFile, run: _Run) -> None:
-    source.read(run.landings)
+    if run.crossings:
+        _read_to_devices(source, run)
+    else:
+        source.read(run.landings)
     for item, memory in run.scattered:
         flat = torch.frombuffer(memory, dtype=torch.uint8).view(item.place.dtype)
         item.place.copy_(flat.as_strided(item.place.shape, item.strides))
+
+
+def _read_to_devices(source: DataFile, run: _Run) -> None:
+    """The same with parts that go to devices, which they reach when they are verified."""
+    lengths = [crossing.place.numel() for crossing in run.crossings]
+    bounces = torch.split(cuda.pinned_bytes(sum(lengths)), lengths)
+    pairs = zip(run.crossings, bounces, strict=True)
+    arriving = [Landing(crossing.begin, bounce.numpy().data) for crossing, bounce in pairs]
+    source.read(sorted([*run.landings, *arriving], key=lambda landing: landing.begin))
+    cuda.fill([crossing.place for crossing in run.crossings], bounces)
 
 
 def _wanted(record: TensorRecord, piece: PieceRecord, target: Target) -> Iterator[_Wanted]:
@@ -145,6 +186,11 @@ def _wanted(record: TensorRecord, piece: PieceRecord, target: Target) -> Iterato
             if memory:
                 yield _Wanted(piece.begin, piece.end, memory, target.tensor, ())
             return
+        on_device = _bytes_on_device(target.tensor, piece.end - piece.begin)
+        if on_device is not None:
+            if on_device.numel():
+                yield _Wanted(piece.begin, piece.end, None, target.tensor, (), on_device)
+            return
     held = box_of(piece, tuple(record.shape))
     dtype = dtype_of(record.dtype)
     shared = intersect(held, target.box)
@@ -153,7 +199,8 @@ def _wanted(record: TensorRecord, piece: PieceRecord, target: Target) -> Iterato
         begin, end = (piece.begin + dtype.itemsize * offset for offset in (first, last + 1))
         place = target.tensor if part == target.box else target.tensor[part.slices(target.box)]
         strides = tuple(math.prod(held.shape[at + 1 :]) for at in range(len(held.shape)))
-        yield _Wanted(begin, end, _memory_of(place, end - begin), place, strides)
+        memory, on_device = _memory_of(place, end - begin), _bytes_on_device(place, end - begin)
+        yield _Wanted(begin, end, memory, place, strides, on_device)
 
 
 def _cut(part: Box, held: Box, most: int) -> Iterator[Box]:
@@ -178,22 +225,23 @@ def _runs(wanted: Sequence[_Wanted], file: FileRecord) -> Iterator[_Run]:
     length = max(RUN_BYTES, file.block_bytes)
     run = _Run()
     for item in wanted:
-        begin, scattered = item.begin, item.memory is None
-        memory = memoryview(bytearray(item.end - item.begin)) if item.memory is None else item.memory
+        begin, scattered = item.begin, item.memory is None and item.on_device is None
+        place = item.on_device if item.memory is None else item.memory
+        place = memoryview(bytearray(item.end - item.begin)) if place is None else place
         while begin < item.end:
             window = (run.begin // length + 1) * length
-            if run.landings and (begin >= window or not run.end <= begin <= run.end + GAP_BYTES):
+            if not run.is_empty and (begin >= window or not run.end <= begin <= run.end + GAP_BYTES):
                 yield run
                 run = _Run()
-            if not run.landings:
+            if run.is_empty:
                 run.begin, window = begin, (begin // length + 1) * length
             # Runs end where blocks do, so that no block is read twice. What is copied afterwards stays in one run.
             end = item.end if scattered else min(item.end, window)
-            run.landings.append(Landing(begin, memory[begin - item.begin : end - item.begin]))
+            run.add(begin, place[begin - item.begin : end - item.begin])
             run.end = begin = end
-        if scattered:
-            run.scattered.append((item, memory))
-    if run.landings:
+        if isinstance(place, memoryview) and scattered:
+            run.scattered.append((item, place))
+    if not run.is_empty:
         yield run
 
 
@@ -208,3 +256,10 @@ def _memory_of(place: torch.Tensor, nbytes: int) -> memoryview | None:
     if nbytes != place.numel() * place.element_size():
         return None
     return memoryview((ctypes.c_ubyte * nbytes).from_address(place.data_ptr())).cast("B")
+
+
+def _bytes_on_device(place: torch.Tensor, nbytes: int) -> torch.Tensor | None:
+    """The same of a tensor on a CUDA device, flat."""
+    if not cuda.can_cross(place) or nbytes != place.numel() * place.element_size():
+        return None
+    return place.detach().view(-1).view(torch.uint8)

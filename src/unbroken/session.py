@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -53,7 +52,8 @@ from unbroken.meeting import Meetings
 from unbroken.overlap import Copier
 from unbroken.planning import Plan, Structures, plan_snapshot
 from unbroken.policy import Settings
-from unbroken.snapshot import Routes, Snapshot, digest_replicas, take
+from unbroken.replicas import digest_kept, digest_snapshot
+from unbroken.snapshot import Routes, Snapshot, take
 from unbroken.state.captured import Captured
 from unbroken.store.local import LocalStore
 from unbroken.writer import Job, Writer, not_entered_by_rank_0
@@ -209,7 +209,7 @@ class Session:
         self._newest_bytes = plan.layout.size
         snapshot = self._take(captured, plan, arena)
         common = digest_text(msgspec.json.encode(self._common))
-        late = partial(self._digest_replicas, snapshot, captured, snapshot.kept)
+        late = partial(digest_kept, snapshot, captured, self.cluster.rank, self._compared(captured))
         self._writer.submit(Job(save, snapshot, plan=common, contested=self._digest_contested(captured), late=late))
 
     def _take(self, captured: Captured, plan: Plan, arena: Arena) -> Snapshot:
@@ -219,12 +219,12 @@ class Session:
         route = self._routes.of(captured, plan, waiting)
         snapshot = take(captured, plan, arena, route)
         snapshot.frozen = self._freezer.of(plan, captured)
-        self._digest_replicas(snapshot, captured, captured.tensors.keys() - route.waiting - snapshot.kept)
+        compared = self._compared(captured) - snapshot.kept
+        digest_snapshot(snapshot, captured, self.cluster.rank, compared, route.waiting)
         if copier is not None:
             rehearsing = captured.fenced - route.waiting
             copier.rehearse({name: captured.tensors[name].tensor for name in rehearsing if name in captured.tensors})
             if snapshot.rest is not None:
-                snapshot.rest.afterwards = lambda: self._digest_replicas(snapshot, captured, route.waiting)
                 copier.submit(snapshot.rest)
         return snapshot
 
@@ -261,16 +261,15 @@ class Session:
                 found.add(name)
         return found
 
-    def _digest_replicas(self, snapshot: Snapshot, captured: Captured, names: Collection[str]) -> None:
-        """Digests of what this rank holds of these tensors and others hold as well.
+    def _compared(self, captured: Captured) -> set[str]:
+        """Names of tensors whose digests ranks compare, where several hold them.
 
-        Taken at every save (invariant 8): replicas that were equal at the first one drift apart when a schedule
-        follows a rank's own loss, say, and a checkpoint made of parts of several ranks would be none of them.
+        At every save (invariant 8): replicas that were equal at the first one drift apart when a schedule follows a
+        rank's own loss, say, and a checkpoint made of parts of several ranks would be none of them.
         """
-        if self.cluster.world_size > 1 and self.settings.check_replicas == "always":
-            names = set(names).difference(self._common.apart, self._common.ceded)
-            for holders, digests in digest_replicas(captured, self.cluster.rank, names).items():
-                snapshot.replicas.setdefault(holders, {}).update(digests)
+        if self.cluster.world_size == 1 or self.settings.check_replicas != "always":
+            return set()
+        return captured.tensors.keys() - self._common.apart - self._common.ceded.keys()
 
     def _digest_contested(self, captured: Captured) -> dict[str, str]:
         """The same of tensors whose name several meshes use."""

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 import torch
-import xxhash
 
+from unbroken import cuda
 from unbroken.image.image import Arena
 from unbroken.kept import Frozen
 from unbroken.layout.boxes import Box
 from unbroken.layout.spread import Spread, Stretch
-from unbroken.overlap import Copy, Waiting, versions_of
+from unbroken.overlap import Copy, FromDevice, Waiting, versions_of
 from unbroken.planning import Part, Plan
-from unbroken.probes import Probes
+from unbroken.probes import Probes, RowProbes
 from unbroken.state.captured import Captured, LiveTensor
 
 
@@ -53,6 +53,8 @@ class Targets:
     later: list[torch.Tensor]
     probes: Probes
     """Elements of `later`."""
+    from_devices: dict[torch.device, tuple[list[torch.Tensor], RowProbes]]
+    """Where that goes which comes later from each CUDA device, with its elements."""
 
 
 @dataclass(slots=True)
@@ -66,6 +68,11 @@ class Route:
     loose: list[tuple[int, Part]] = field(default_factory=list)
     """Which of `now` are looked up anew each time: a cached source of a replaced tensor is an old value."""
     later: Waiting = field(default_factory=Waiting)
+    """What the host's memory has, and is copied by a thread."""
+    from_devices: dict[torch.device, Waiting] = field(default_factory=dict)
+    """What each CUDA device has, and copies by itself."""
+    on_cuda: bool = False
+    """True if anything lies on a CUDA device."""
     waiting: frozenset[str] = frozenset()
     """Names of the tensors that are copied later."""
     _targets: dict[int, tuple[dict[str, torch.Tensor], Targets]] = field(default_factory=dict)
@@ -75,7 +82,12 @@ class Route:
         known = self._targets.get(id(views))
         if known is None or known[0] is not views:
             later = [views[name] for name in self.later.stored_as]
-            found = Targets([views[name] for name in self.now_to], later, Probes(later, self.later.in_rows()))
+            devices = {}
+            for device, waiting in self.from_devices.items():
+                arriving = [views[name] for name in waiting.stored_as]
+                devices[device] = arriving, RowProbes(arriving)
+            probes = Probes(later, self.later.in_rows())
+            found = Targets([views[name] for name in self.now_to], later, probes, devices)
             known = self._targets[id(views)] = views, found
         return known[1]
 
@@ -103,58 +115,56 @@ def _route_of(captured: Captured, plan: Plan, waiting: Collection[str]) -> Route
     route = Route()
     begins = {entry.name: entry.begin for entry in plan.layout.entries}
     for part in sorted(plan.parts, key=lambda part: begins[part.stored_as]):
-        tensor = captured.tensors[part.tensor].tensor
-        if part.tensor in waiting and tensor.device.type == "cpu":
-            route.later.add(part.tensor, part.source(tensor), part.stored_as, begins[part.stored_as])
+        source, begin = part.source(captured.tensors[part.tensor].tensor), begins[part.stored_as]
+        route.on_cuda |= cuda.is_on_cuda(source)
+        queue = _queue_for(source, route) if part.tensor in waiting else None
+        if queue is not None:
+            queue.add(part.tensor, source, part.stored_as, begin)
             continue
         if part.tensor not in captured.standing:
             route.loose.append((len(route.now), part))
-        route.now.append(part.source(tensor))
+        route.now.append(source)
         route.now_to.append(part.stored_as)
-    route.waiting = frozenset(route.later.names)
+    route.waiting = frozenset(name for part in (route.later, *route.from_devices.values()) for name in part.names)
     return route
+
+
+def _queue_for(source: torch.Tensor, route: Route) -> Waiting | None:
+    """Where it waits to be copied later; None if it has to be copied at once."""
+    if cuda.can_cross(source):
+        return route.from_devices.setdefault(source.device, Waiting())
+    return route.later if source.device.type == "cpu" and not cuda.is_on_cuda(source) else None
 
 
 @torch.no_grad()
 def take(captured: Captured, plan: Plan, arena: Arena, route: Route) -> Snapshot:
     """Copy this rank's parts into `arena`, but for those that `route` leaves to `Snapshot.rest`.
 
-    When it returns, all other live tensors may change. Waits for the device if tensors lie on one.
+    When it returns, all other live tensors may change, and the rest is to be given to a Copier. Waits for the device if
+    others lie on one.
     """
     targets = route.targets(arena.take_shape(plan.layout))
+    if route.on_cuda:
+        arena.pin()
     if route.now:
         torch._foreach_copy_(targets.now, route.now)
     rest, later = None, route.later
-    if later.names:
+    if route.waiting:
         rest = Copy(later, targets.later, targets.probes, versions_of(later.sources), later.probes().read())
+        rest.arena = arena
+        rest.from_devices = _from_devices(route, targets)
     values = {name: msgspec.json.encode(value) for name, value in captured.values.items()}
     return Snapshot(plan, arena, values, rest=rest)
 
 
-def digest_replicas(captured: Captured, rank: int, names: Collection[str]) -> dict[tuple[int, ...], dict[str, str]]:
-    """A digest of each part that other ranks hold as well, by those ranks and by name, to compare between them.
-
-    Reads every such part. On the CPU xxh3 of the bytes; elsewhere a sum of their integers, taken on the device, so
-    that a replica is not copied to be compared: it finds values that drifted apart, not a permutation of them.
-    """
-    digests: dict[tuple[int, ...], dict[str, str]] = {}
-    sums: list[tuple[tuple[int, ...], str, torch.Tensor]] = []
-    for name in sorted(names):
-        live = captured.tensors[name]
-        if live.spread is None:
-            continue
-        holders = live.spread.holders_of(rank)
-        if len(holders) < 2:
-            continue
-        if live.tensor.device.type == "cpu":
-            digests.setdefault(holders, {})[name] = xxhash.xxh3_64_hexdigest(as_bytes(live.tensor).numpy().data)
-        else:
-            sums.append((holders, name, as_bytes(live.tensor).sum(dtype=torch.int64)))
-    # One transfer for all, not one for each.
-    totals = torch.stack([total.cpu() for _, _, total in sums]).tolist() if sums else []
-    for (group, name, _), total in zip(sums, totals, strict=True):
-        digests.setdefault(group, {})[name] = f"{total:x}"
-    return digests
+def _from_devices(route: Route, targets: Targets) -> list[FromDevice]:
+    """What each device is to bring; its probes are gathered by kernels that are enqueued here."""
+    found = []
+    for device, waiting in route.from_devices.items():
+        arriving, arrived = targets.from_devices[device]
+        crossing = cuda.Crossing(device, waiting.sources, arriving, [waiting.row_probes().read()])
+        found.append(FromDevice(waiting, crossing, arrived, versions_of(waiting.sources)))
+    return found
 
 
 def held_boxes(tensor: torch.Tensor, spread: Spread, rank: int) -> list[tuple[Box, torch.Tensor]]:

@@ -116,7 +116,9 @@ class Writer:
                 outcome = Outcome(job.save.step, job.save.micro_step, False, reason)
             finally:
                 if job.snapshot is not None:
-                    self.arenas.put(job.snapshot.arena)
+                    rest = job.snapshot.rest
+                    # What is still being copied, hours late, may go on to be: into an arena that nobody has any more.
+                    self.arenas.put(job.snapshot.arena if rest is None or rest.done.is_set() else Arena())
             self.finished(outcome)
             if job.snapshot is not None:
                 self._reserve(job.snapshot.plan.layout.size)
@@ -237,7 +239,8 @@ class Writer:
         with contextlib.suppress(queue.Empty):
             arena = self.arenas.get_nowait()
             try:
-                arena.reserve(size)
+                if not arena.is_pinned:  # only the training thread knows that no graph is being captured
+                    arena.reserve(size)
             except (OSError, MemoryError) as error:  # the save that needs it will say so
                 log.debug("no memory for a second save: %s", error)
             finally:

@@ -6,12 +6,14 @@ What stands in the arena after the copy *is* the file: nothing is serialised aft
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 
 import torch
 
+from unbroken.cuda import Pin
 from unbroken.image.header import FILE_METADATA, Entry, build_header, header_room
 from unbroken.image.memory import warm_memory
 
@@ -63,6 +65,7 @@ class Arena:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._layout: ImageLayout | None = None
         self._views: dict[str, torch.Tensor] = {}
+        self._pin: Pin | None = None
 
     def take_shape(self, layout: ImageLayout) -> dict[str, torch.Tensor]:
         """Make room for `layout`, write its header, and return a typed view of each tensor's bytes by name."""
@@ -80,9 +83,23 @@ class Arena:
         if self._memory is None or len(self._memory) < size:
             self._layout, self._views = None, {}  # before the new memory comes, what keeps the old one has to go
             self._bytes = torch.empty(0, dtype=torch.uint8)
-            self._memory = None
+            if self._pin is not None:
+                self._pin.release()
+            self._memory = self._pin = None
             self._memory = warm_memory(max(size, 1))
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def pin(self) -> None:
+        """Let CUDA devices write to its memory by themselves, if the system allows it. For the training thread."""
+        if self._pin is None and self._memory is not None:
+            self._pin = Pin(self._memory)
+            # At the end of the process there may be copies under way, and all goes at once anyway.
+            weakref.finalize(self, self._pin.release).atexit = False
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if CUDA has to hear of it before the memory goes."""
+        return self._pin is not None and self._pin.is_held
 
     def content(self) -> memoryview:
         """The image's bytes: the whole file."""
