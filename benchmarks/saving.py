@@ -8,7 +8,7 @@ in a process of its own, one after another, for several rounds, so that all see 
     python benchmarks/saving.py --small                # 20,000 tensors of 4 KB
 
 stall    seconds that the loop stands still for one save: the call, and how much longer the next optimizer step takes
-added    wall time that saving adds to the loop, percent
+added    wall time that saving adds to the loop, percent: rounds with a save beside rounds without one, by turns
 durable  seconds from the call until the save is durable
 cold, warm  seconds to load, with the files out of the page cache and in it
 peak     megabytes of this process beyond those of the model and its optimizer, until the last save
@@ -129,7 +129,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         durable = time.perf_counter() - began
         found = {
             "stall": statistics.median(call + max(0.0, more) for call, more in zip(calls, after, strict=True)),
-            "added": 100 * (sum(saving) / sum(plain) - 1),
+            "added": 100 * (statistics.median(saving) / statistics.median(plain) - 1),
             "durable": durable,
             "peak_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
         }
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="20,000 tensors of 4 KB instead")
     parser.add_argument("--step-s", type=float, default=0.5, help="seconds a step takes")
     parser.add_argument("--every", type=int, default=6, help="steps between saves")
-    parser.add_argument("--rounds", type=int, default=5, help="saves that are measured")
+    parser.add_argument("--rounds", type=int, default=7, help="saves that are measured")
     parser.add_argument("--dir", default=".", help="where to write; the disk that is measured")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")

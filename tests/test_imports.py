@@ -13,7 +13,7 @@ SOURCE = Path(unbroken.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"cluster", "cuda", "faultpoints", "garbage", "layout", "probes"},
+    {"cluster", "cuda", "faultpoints", "garbage", "layout", "probes", "restored"},
     {"image", "store", "state", "data"},
     {"manifest", "policy", "overlap"},
     {"generations", "blocks", "planning", "environment", "preemption", "meeting", "values", "coverage"},
@@ -24,6 +24,7 @@ LAYERS = [
     {"candidates", "commit", "pieces", "ledger", "directory"},
     {"reading"},
     {"recovery", "writer", "saves", "verification", "comparison"},
+    {"planner"},
     {"session", "pruning", "exchange"},
     {"checkpointer"},
     {"integrations", "prove"},

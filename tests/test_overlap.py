@@ -136,6 +136,38 @@ def test_what_changes_without_an_optimizer_step_costs_that_save_and_is_copied_at
     assert restored(tmp_path, 4) == job.contents[4]
 
 
+def test_a_single_element_that_is_written_at_each_step_is_found_by_the_first_save_and_costs_none(tmp_path, gate):
+    """Dead entries of a codebook, a padding row, weights that are clipped: through `.data`, which moves no counter."""
+    job = Job(tmp_path, on_error="raise")
+    for _ in range(4):
+        job.forward_backward()
+        job.step()
+        job.model.inner.weight.data[2, 3] = job.ckpt.global_step
+        gate.set()
+        job.ckpt.wait()
+        gate.clear()
+    gate.set()
+    job.ckpt.close()
+    assert restored(tmp_path, 4) == job.contents[4]
+
+
+def test_a_write_that_began_before_the_end_of_the_copy_is_found(tmp_path, monkeypatch):
+    """It may have torn a tensor between the elements that are looked at."""
+    job = Job(tmp_path)
+    job.rehearse()
+    copy_then = torch._foreach_copy_
+
+    def copy_and_write(targets, sources, **options):
+        copy_then(targets, sources, **options)
+        if threading.current_thread().name == "unbroken-copier" and any(t.shape == (6, 6) for t in targets):
+            job.model.inner.weight.data[0, 0] += 1  # behind the copy
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_and_write)
+    job.step()
+    with pytest.raises(SaveFailed, match=r"model/inner.weight.* changed while being copied"):
+        job.ckpt.wait()
+
+
 def test_weights_that_are_exchanged_through_data_cost_that_save(tmp_path, gate):
     """As libraries for averages do it around an evaluation; it moves no version counter."""
     job = Job(tmp_path)

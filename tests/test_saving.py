@@ -168,7 +168,7 @@ def test_a_write_that_fails_on_one_rank_commits_nothing_anywhere(tmp_path):
 def test_a_save_that_one_rank_did_not_enter_names_it_within_the_deadline(tmp_path):
     ranks = start(tmp_path, 3, deadline_s=0.3)
     for session in ranks:
-        session._shared = "agreed before"
+        session.planner._agreed = "agreed before"
     outcomes = save_all(ranks[:1] + ranks[2:], 5)
     texts = {outcome.reason for outcome in outcomes}
     assert any("rank(s) 1 did not enter the save of step 5 within 0.3 s" in text for text in texts), texts
@@ -180,7 +180,7 @@ def test_a_save_that_rank_0_did_not_enter_ends_within_the_deadline(tmp_path):
     """Rank 0 decides the outcome; without it the others waited for the write deadline, an hour."""
     ranks = start(tmp_path, 3, deadline_s=0.3)
     for session in ranks:
-        session._shared = structure_of(over(state(0, 5), 3), shared_only=True)
+        session.planner._agreed = structure_of(over(state(0, 5), 3), shared_only=True)
     outcomes = save_all(ranks[1:], 5)
     assert {outcome.reason for outcome in outcomes} == {
         "rank 0 did not enter the save of step 5 within 0.3 s; do all ranks call step() and save() alike?"
@@ -237,7 +237,7 @@ def test_replicas_that_drift_apart_later_are_found_and_then_kept_each(tmp_path, 
     outcomes = save_all(ranks, 2, make=drifting)
     assert not any(outcome.committed for outcome in outcomes), "a mixture of ranks is no checkpoint"
     assert "differ on rank(s) 1 since the save before" in outcomes[0].reason
-    [session.forget_plan() for session in ranks if outcomes[0].replan]
+    [session.planner.forget() for session in ranks if outcomes[0].replan]
     assert save_all(ranks, 3, make=drifting)[0].committed
     close_all(ranks)
     assert "model/bias on rank(s) 1" in caplog.text
@@ -259,7 +259,7 @@ def test_a_structure_that_changes_on_one_rank_only_fails_once_and_heals(tmp_path
     assert [o.committed for o in outcomes] == [False, False]
     assert "structure on rank(s) 0 but not on 1" in outcomes[0].reason
     assert all(outcome.replan for outcome in outcomes)
-    [session.forget_plan() for session in ranks]
+    [session.planner.forget() for session in ranks]
     assert save_all(ranks, 3, make=grown)[0].committed
     close_all(ranks)
     assert torch.equal(restore(tmp_path, newest(tmp_path), 1, 2)["model/new"], torch.ones(3))

@@ -3,7 +3,7 @@
 `Checkpointer` saves and restores the whole state of a run; `resumable` makes a DataLoader resume exactly.
 """
 
-from unbroken.checkpointer import Checkpointer, Restored
+from unbroken.checkpointer import Checkpointer
 from unbroken.data.loader import ResumableLoader, resumable
 from unbroken.errors import (
     DamagedCheckpoint,
@@ -23,6 +23,7 @@ from unbroken.errors import (
     UsageError,
 )
 from unbroken.policy import Every, Keep
+from unbroken.restored import Restored
 
 __all__ = [
     "Checkpointer",

@@ -6,12 +6,13 @@ there is no second copy of what is read. System calls and digests release the GI
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
 
-from unbroken.errors import DamagedCheckpoint
+from unbroken.errors import DamagedCheckpoint, UsageError
 from unbroken.image.digest import HEX_CHARS
 from unbroken.manifest import FileRecord
 from unbroken.store.local import LocalStore
@@ -77,6 +78,11 @@ class DataFile:
         try:
             self._file.read_scattered(begin, segments)
         except (OSError, ValueError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EFAULT:
+                raise UsageError(
+                    "a registered tensor lies in memory that cannot be written (a file that is mapped read-only?): "
+                    "clone it before it is registered"
+                ) from error
             raise DamagedCheckpoint(f"{self._name} cannot be read: {error}") from error
         _verify(self._name, self._record, begin, segments)
 

@@ -17,12 +17,12 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from unbroken.cluster import rank_and_world_size
+from unbroken.commit import SaveId
 from unbroken.coverage.coverage import Coverage
 from unbroken.directory import run_directory
 from unbroken.environment import describe_environment, differences
@@ -33,32 +33,12 @@ from unbroken.manifest import Manifest
 from unbroken.policy import Every, Keep, Schedule, Settings
 from unbroken.preemption import Notice
 from unbroken.recovery import Recovered, restore_together
+from unbroken.restored import Restored
 from unbroken.saves import Saves
 from unbroken.session import Session, open_session
 from unbroken.state.registry import State
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Where a job goes on from. Its `str()` is for people and logs: `restored step 40 from runs/gpt/step-40`."""
-
-    step: int
-    """Optimizer steps done: `Checkpointer.global_step` after the restore."""
-    generation: int
-    """The start of the job that wrote the checkpoint."""
-    source: str
-    """The checkpoint's directory."""
-    skipped: tuple[str, ...] = ()
-    """Newer checkpoints that were passed over, each with its reason, newest first."""
-    micro_step: int = 0
-    """Micro-steps done inside the accumulation window that follows: `Checkpointer.micro_step`."""
-
-    def __str__(self) -> str:
-        passed_over = f" (passed over: {'; '.join(self.skipped)})" if self.skipped else ""
-        inside = f" + {self.micro_step} micro-steps" if self.micro_step else ""
-        return f"restored step {self.step}{inside} from {self.source}{passed_over}"
 
 
 class Checkpointer:
@@ -284,11 +264,20 @@ class Checkpointer:
             log.warning("rank %d goes on from step %d, but: %s", session.cluster.rank, manifest.step, "; ".join(found))
 
     def _save(self) -> None:
-        if self._closed:
-            raise UsageError("this Checkpointer is closed: it saves no more")
+        if self._closed or os.getpid() != self._pid:
+            raise UsageError(
+                "this Checkpointer is closed, or of the process that this one was forked from: it saves no more"
+            )
         save = self._saves.begin(self._global_step, self._micro_step)
         if save is None:
             return
+        try:
+            self._save_as(save)
+        except BaseException:
+            self._saves.leave(save)
+            raise
+
+    def _save_as(self, save: SaveId) -> None:
         session = self._session or self._begin_without_restore()
         began = time.monotonic()
         try:
@@ -363,7 +352,7 @@ class Checkpointer:
         while session is not None and session.outcomes:
             outcome = session.outcomes.popleft()
             if outcome.replan:
-                session.forget_plan()
+                session.planner.forget()
             failure = self._saves.learn(outcome)
             if failure is not None:
                 log.error("%s", failure)

@@ -5,11 +5,11 @@ What only an optimizer step changes (its parameters, their moments and counters)
 until the copy is complete. Of what lies on CUDA devices it only makes the device wait (`cuda.py` says why that keeps
 the order). Everything else is copied at once, with the loop standing still.
 
-Nothing is assumed that was not seen. A tensor's first save copies it at once, and is its rehearsal: if it has changed
-by the time of the next fence, it is copied at once from then on; if no fence is ever passed, everything is. A version
-counter that moved during a copy drops that save. `tensor.data` does not move it, so a few elements of each tensor are
-compared as well: who exchanges weights through `.data` is found out; who writes single elements so, between `step()`
-and the next optimizer step, is not, and wants `snapshot="block"`.
+Nothing is assumed that was not seen. A tensor's first save copies it at once, and is its rehearsal: if one bit of it
+has changed by the time of the next fence, it is copied at once from then on; if no fence is ever passed, everything is.
+A version counter that moved during a copy drops that save. `tensor.data` does not move it, so a few elements of each
+tensor are compared as well: who exchanges weights through `.data` is found out. Who begins later than at the first save
+to write single elements so, between `step()` and the next optimizer step, is not, and wants `snapshot="block"`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -198,8 +199,10 @@ class Copy:
             torch._foreach_copy_(self.targets[first:end], sources[first:end])
         self._tell(missing)
         self.afterwards()
-        names = self.waiting.names
-        different = self.copied.where_different(self.elements, self.copied.read())
+        names, probes = self.waiting.names, self.waiting.probes()
+        # The sources after the copy: a write that had begun before its end may have torn it.
+        different = {*probes.where_different(self.elements, probes.read())}
+        different.update(self.copied.where_different(self.elements, self.copied.read()))
         self.changed += sorted({*moved(names, sources, self.versions), *map(names.__getitem__, different)})
 
     def _look_at_devices(self) -> None:
@@ -235,6 +238,29 @@ def moved(names: list[str], tensors: list[Tensor], versions: list[int]) -> list[
     return [] if now == versions else [n for n, one, two in zip(names, now, versions, strict=True) if one != two]
 
 
+class _Rehearsal:
+    """Whether tensors change between a save and the next fence, to the last bit."""
+
+    def __init__(self, names: list[str], tensors: list[Tensor]) -> None:
+        self.names, self._tensors = names, tensors
+        self._versions, self._values = versions_of(tensors), list(map(_value_of, tensors))
+
+    def changed(self) -> list[str]:
+        """Their names."""
+        values = map(_value_of, self._tensors)
+        written = {name for name, one, two in zip(self.names, self._values, values, strict=True) if one != two}
+        return sorted(written.union(moved(self.names, self._tensors, self._versions)))
+
+
+@torch.no_grad()
+def _value_of(tensor: Tensor) -> int:
+    """A digest of what a tensor holds; of what is on a device its sum, which is taken there."""
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    if tensor.device.type == "cpu":
+        return xxhash.xxh3_64_intdigest(whole.numpy().data)
+    return int(whole.sum(dtype=torch.int64))
+
+
 class Copier:
     """The copying thread of one Checkpointer, and its fence, which any thread may come to."""
 
@@ -245,7 +271,7 @@ class Copier:
         self._safe: set[str] = set()
         self._unsafe: set[str] = set()
         self._may_wait: tuple[Collection[str], frozenset[str]] | None = None
-        self._rehearsal: tuple[list[str], list[Tensor], list[int]] | None = None
+        self._rehearsal: _Rehearsal | None = None
         self._graphed = False
         self._current: Copy | None = None
         self._jobs: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
@@ -278,7 +304,7 @@ class Copier:
         """See until the next fence which of these tensors change, all of which were copied at once."""
         new = {name: tensors[name] for name in tensors.keys() - self._safe - self._unsafe}
         if new:
-            self._rehearsal = list(new), list(new.values()), versions_of(new.values())
+            self._rehearsal = _Rehearsal(list(new), list(new.values()))
 
     def submit(self, copy: Copy) -> None:
         """Begin to copy. Called by the training thread, which has passed the fence."""
@@ -305,12 +331,14 @@ class Copier:
             log.debug("all is copied at once from now on, since the step of an optimizer is captured in a graph")
             self._graphed = True
         self._pass()
+        if self._graphed:  # nothing may be looked at while a graph is captured
+            self._rehearsal = None
         if self._rehearsal is not None:
-            changed = moved(*self._rehearsal)
+            changed = self._rehearsal.changed()
             if changed:
                 log.debug("copied at once from now on, since they change outside of optimizers: %s", changed)
             self._unsafe.update(changed)
-            self._safe.update(set(self._rehearsal[0]).difference(changed))
+            self._safe.update(set(self._rehearsal.names).difference(changed))
             self._rehearsal = self._may_wait = None
 
     def _pass(self) -> None:

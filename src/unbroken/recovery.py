@@ -19,7 +19,14 @@ from unbroken import faultpoints
 from unbroken.agreement import spell
 from unbroken.candidates import Candidate, Saved, candidates, find_tip, first_manifest, saved_for, saved_tensors
 from unbroken.cluster import Channel, Message
-from unbroken.errors import DamagedCheckpoint, DirectoryProblem, NoUsableCheckpoint, StateMismatch, UnbrokenError
+from unbroken.errors import (
+    DamagedCheckpoint,
+    DirectoryProblem,
+    NoUsableCheckpoint,
+    StateMismatch,
+    UnbrokenError,
+    UsageError,
+)
 from unbroken.image.digest import digest_text
 from unbroken.layout.spread import holding
 from unbroken.manifest import MOST_BYTES, Manifest, TensorRecord, decode
@@ -58,6 +65,9 @@ class _Announcement(msgspec.Struct):
     skipped: list[str] = []
 
 
+_FILLED = "build the objects anew first, since tensors of a damaged checkpoint were read into them"
+
+
 @dataclass(slots=True)
 class _Search:
     """Rank 0's walk from the newest candidate to older ones."""
@@ -67,6 +77,8 @@ class _Search:
     """The run directory, for people."""
     remaining: Iterator[Candidate] | None = None
     skipped: list[str] = field(default_factory=list)
+    filled: bool = False
+    """True when bytes of a damaged checkpoint are in live tensors."""
     manifest: Manifest | None = None
     """Of the candidate that was announced last; None on all ranks but 0."""
 
@@ -91,12 +103,13 @@ class _Search:
         if abandoned is not None:
             raise NoUsableCheckpoint(
                 f"{self.place} holds checkpoints but none can be used: {_list(self.skipped)}. "
-                "To start over, give a new directory; nothing was changed"
+                f"To start over, give a new directory; {'nothing was changed' if not self.filled else _FILLED}"
             )
         return msgspec.json.encode(_Announcement())
 
     def reject(self, directory: str, problem: str) -> None:
         """Pass a candidate over and remember why."""
+        self.filled |= isinstance(problem, _Damage)
         self.skipped.append(f"{directory} cannot be used: {problem}")
         log.warning("%s", self.skipped[-1])
 
@@ -188,6 +201,7 @@ def _try(
     targets = {
         name: targets_of(target, restoration.spreads.get(name), rank) for name, target in restoration.targets.items()
     }
+    before = {name: restoration.targets[name].detach().clone() for name in restoration.transient}
     problem = _together(
         channel,
         f"{phase}/read",
@@ -196,10 +210,17 @@ def _try(
     )
     faultpoints.reach("read")
     if problem:
-        return problem
+        with torch.no_grad():
+            for name, value in before.items():
+                restoration.targets[name].copy_(value)
+        return _Damage(problem)
     channel.agree(f"{phase}/filled", _guarded(restoration.finish), deadlines_s[1])
     faultpoints.reach("filled")
     return restoration
+
+
+class _Damage(str):
+    """What is wrong with a checkpoint of which bytes were read into live tensors."""
 
 
 def _divided_window(manifest: Manifest, world_size: int) -> str:
@@ -220,12 +241,16 @@ def _seed_of(manifest: Manifest, rank: int) -> int:
 
 def _together(channel: Channel, phase: str, read: Callable[[], None], deadline_s: float) -> str:
     """Read on every rank; what is damaged for any of them, empty if nothing is."""
-    own = ""
+    own, mistake = "", None
     try:
         read()
     except DamagedCheckpoint as error:
         own = str(error)
+    except UsageError as error:
+        own, mistake = str(error), error
     answers = channel.exchange(phase, Message(error=own), deadline_s)
+    if mistake is not None:
+        raise mistake
     return _list(list(dict.fromkeys(answer.error for answer in answers if answer.error)))
 
 

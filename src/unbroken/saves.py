@@ -27,6 +27,11 @@ class Saves:
     committed_step: int | None = None
     """The newest step known to be durable."""
     _outcome: Outcome | None = None
+    _left: SaveId | None = None
+
+    def leave(self, save: SaveId) -> None:
+        """The training thread left the begun save by an exception: to save this step again is another attempt."""
+        self._left = save
 
     def begin(self, step: int, micro_step: int) -> SaveId | None:
         """Name the save of this moment; None if it was saved already, is being saved, or may not be saved."""
@@ -59,7 +64,7 @@ class Saves:
 
     def _failed(self, save: SaveId) -> bool:
         outcome = self._outcome
-        return (
+        return save == self._left or (
             outcome is not None
             and (outcome.step, outcome.micro_step) == (save.step, save.micro_step)
             and not outcome.committed

@@ -18,17 +18,7 @@ from typing import Any
 import msgspec
 
 from unbroken import faultpoints, generations
-from unbroken.agreement import (
-    CommonPlan,
-    Details,
-    Entered,
-    Held,
-    Values,
-    details_of,
-    entry_of,
-    held_of,
-    values_of,
-)
+from unbroken.agreement import Entered
 from unbroken.candidates import first_manifest
 from unbroken.cluster import Channel, Cluster, connect
 from unbroken.commit import Coordinator, Outcome, SaveId
@@ -38,25 +28,23 @@ from unbroken.errors import (
     HistoryExists,
     PeerFailed,
     ReplicasDiffer,
-    SaveFailed,
     UnbrokenError,
     UsageError,
 )
 from unbroken.generations import Generation
 from unbroken.image.digest import digest_text
 from unbroken.image.image import Arena
-from unbroken.kept import Freezer
-from unbroken.layout.spread import holding
 from unbroken.manifest import Manifest
 from unbroken.meeting import Meetings
 from unbroken.overlap import Copier
-from unbroken.planning import Plan, Structures, plan_snapshot
+from unbroken.planner import Planner
+from unbroken.planning import Plan
 from unbroken.policy import Settings
 from unbroken.replicas import digest_kept, digest_snapshot
 from unbroken.snapshot import Routes, Snapshot, take
 from unbroken.state.captured import Captured
 from unbroken.store.local import LocalStore
-from unbroken.writer import Job, Writer, not_entered_by_rank_0
+from unbroken.writer import Job, Writer
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +65,7 @@ class Session:
     settings: Settings
     environment: dict[str, Any]
     stopped: threading.Event
+    planner: Planner = field(init=False)
     generation: Generation | None = None
     outcomes: deque[Outcome] = field(default_factory=deque)
     """Filled by the writer's thread, emptied by the training thread."""
@@ -84,18 +73,14 @@ class Session:
     _coordinator: Coordinator | None = None
     meetings: Meetings | None = None
     _copier: Copier | None = None
-    _structures: Structures = field(default_factory=Structures)
     _routes: Routes = field(default_factory=Routes)
-    _plan: Plan | None = None
-    _freezer: Freezer = field(default_factory=Freezer)
-    _planned_once: bool = False
-    _shared: str = ""
-    """Structure of the shared tensors that the ranks agreed on."""
-    _common: CommonPlan = field(default_factory=CommonPlan)
     _in_flight: int = 0
     _newest_bytes: int = 0
     """Of this rank's part of the newest save."""
     _progress: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        self.planner = Planner(self.channel, self.settings)
 
     def begin_fresh(self, step: int) -> None:
         """Begin the first generation of an empty directory. Raises HistoryExists if it holds checkpoints."""
@@ -195,22 +180,37 @@ class Session:
         if self._coordinator is not None:
             self._coordinator.saves.put(save)
         if captured is None or arena is None:
-            self._enter(save, Entered(error=error, mistake=mistake))
+            self.planner.enter(save, Entered(error=error, mistake=mistake))
             self._writer.submit(Job(save, None, error))
             return
         try:
-            plan = self._plan_for(save, captured)
-        except UnbrokenError as failure:
-            self._writer.arenas.put(arena)
-            self._writer.submit(Job(save, None, str(failure)))
-            if isinstance(failure, ReplicasDiffer | UsageError) and not self._planned_once:
+            job = self._prepare(save, captured, arena)
+        except BaseException as failure:
+            self._give_up(save, arena, failure)
+            mistake = isinstance(failure, ReplicasDiffer | UsageError) and not self.planner.planned_once
+            if mistake or not isinstance(failure, Exception):  # Ctrl-C, say
                 raise
             return
+        self._writer.submit(job)
+
+    def _prepare(self, save: SaveId, captured: Captured, arena: Arena) -> Job:
+        plan = self.planner.plan_for(save, captured)
         self._newest_bytes = plan.layout.size
         snapshot = self._take(captured, plan, arena)
-        common = digest_text(msgspec.json.encode(self._common))
-        late = partial(digest_kept, snapshot, captured, self.cluster.rank, self._compared(captured))
-        self._writer.submit(Job(save, snapshot, plan=common, contested=self._digest_contested(captured), late=late))
+        common = digest_text(msgspec.json.encode(self.planner.common))
+        late = partial(digest_kept, snapshot, captured, self.cluster.rank, self.planner.compared(captured))
+        return Job(save, snapshot, plan=common, contested=self.planner.digest_contested(captured), late=late)
+
+    def _give_up(self, save: SaveId, arena: Arena, failure: BaseException) -> None:
+        """Vote against a save that all ranks are in, whatever happened: they would wait for this one."""
+        assert self._writer is not None
+        if self._copier is not None:
+            self._copier.finish()  # or it would write into an arena that is given back
+        reason = str(failure) if isinstance(failure, UnbrokenError) else f"{type(failure).__name__}: {failure}"
+        if not isinstance(failure, UnbrokenError):
+            self.planner.enter(save, Entered(error=reason))  # it may not have come so far
+        self._writer.arenas.put(arena)
+        self._writer.submit(Job(save, None, reason))
 
     def _take(self, captured: Captured, plan: Plan, arena: Arena) -> Snapshot:
         """The snapshot, complete or with a rest that is being copied when this returns."""
@@ -218,8 +218,8 @@ class Session:
         waiting = copier.may_wait(captured.fenced) if copier is not None else set()
         route = self._routes.of(captured, plan, waiting)
         snapshot = take(captured, plan, arena, route)
-        snapshot.frozen = self._freezer.of(plan, captured)
-        compared = self._compared(captured) - snapshot.kept
+        snapshot.frozen = self.planner.freezer.of(plan, captured)
+        compared = self.planner.compared(captured) - snapshot.kept
         digest_snapshot(snapshot, captured, self.cluster.rank, compared, route.waiting)
         if copier is not None:
             rehearsing = captured.fenced - route.waiting
@@ -227,99 +227,6 @@ class Session:
             if snapshot.rest is not None:
                 copier.submit(snapshot.rest)
         return snapshot
-
-    def _plan_for(self, save: SaveId, captured: Captured) -> Plan:
-        """The plan of this structure: the one we have, or a new one made together with all ranks."""
-        rank, world_size = self.cluster.rank, self.cluster.world_size
-        structure = self._structures.of(captured)
-        # In the background only: there the writer reads what is frozen while the loop goes on.
-        frozen = self._freezer.names(captured) if self._copier is not None else frozenset()
-        if self._plan is not None and self._plan.structure == structure and self._plan.frozen == frozen:
-            self._enter(save, Entered())
-            return self._plan
-        # What only this rank has may change without the others: they divide the shared tensors as before.
-        shared = self._structures.of(captured, shared_only=True)
-        if world_size == 1 or self._shared == shared:
-            self._enter(save, Entered())
-        else:
-            self.forget_plan()
-            self._common = self._common_plan(save, captured)
-            self._shared = shared
-        apart, ceded = frozenset(self._common.apart), self._ceded(captured)
-        self._plan = plan_snapshot(captured, rank, world_size, apart, ceded, structure, frozen)
-        if rank == 0 and world_size > 1 and not self._planned_once:
-            _warn_of_modules_without_ddp(captured, world_size)
-        self._planned_once = True
-        return self._plan
-
-    def _ceded(self, captured: Captured) -> set[str]:
-        """What ranks of another mesh write, who hold the same under the same name."""
-        found = set()
-        for name, mesh in self._common.ceded.items():
-            live = captured.tensors.get(name)
-            if live is not None and live.spread is not None and holding(live.spread).key != mesh:
-                found.add(name)
-        return found
-
-    def _compared(self, captured: Captured) -> set[str]:
-        """Names of tensors whose digests ranks compare, where several hold them.
-
-        At every save (invariant 8): replicas that were equal at the first one drift apart when a schedule follows a
-        rank's own loss, say, and a checkpoint made of parts of several ranks would be none of them.
-        """
-        if self.cluster.world_size == 1 or self.settings.check_replicas != "always":
-            return set()
-        return captured.tensors.keys() - self._common.apart - self._common.ceded.keys()
-
-    def _digest_contested(self, captured: Captured) -> dict[str, str]:
-        """The same of tensors whose name several meshes use."""
-        if self.settings.check_replicas != "always":
-            return {}
-        return dict(values_of(captured, self.cluster.rank, self._common.parts).parts)
-
-    def _common_plan(self, save: SaveId, captured: Captured) -> CommonPlan:
-        """Compare shared tensors with all ranks: what is not common, and who writes what several hold (invariant 8)."""
-        rank, check = self.cluster.rank, self.settings.check_replicas != "never"
-        self._enter(save, entry_of(captured, rank, check))
-        plan = self._read_plan(save, "plan")
-        if plan.ask and not plan.error:
-            if rank in plan.ask:
-                self._answer(save, "details", details_of(captured, rank, check))
-            plan = self._read_plan(save, "plan-in-detail")
-        if plan.contested and not plan.error:
-            self._answer(save, "held", held_of(captured, rank, plan.contested))
-            settled = self._read_plan(save, "plan-divided")
-            if not settled.error:
-                self._answer(save, "parts", values_of(captured, rank, settled.parts))
-                settled = self._read_plan(save, "plan-settled")
-            plan = msgspec.structs.replace(
-                settled, contested=plan.contested, apart=plan.apart, differing=plan.differing
-            )
-        if plan.error:
-            mistake = ReplicasDiffer if plan.contested else UsageError
-            raise (mistake if plan.mistake else SaveFailed)(plan.error)
-        if plan.differing and rank == 0:
-            log.warning(
-                "%d tensors that should be equal on all ranks are not: %s; each rank's own values are saved",
-                len(plan.differing),
-                "; ".join(plan.differing[:4]),
-            )
-        return plan
-
-    def _read_plan(self, save: SaveId, what: str) -> CommonPlan:
-        if self.channel.wait_all([f"{save.phase}/entered/0"], self.settings.deadline_s):
-            raise SaveFailed(not_entered_by_rank_0(save, self.settings.deadline_s))
-        # The coordinator waits deadline_s for the slowest rank before it can answer the others.
-        data = self.channel.read(
-            f"{save.phase}/{what}", 2 * self.settings.deadline_s, f"the other ranks to enter the save of {save}"
-        )
-        return msgspec.json.decode(data, type=CommonPlan)
-
-    def _answer(self, save: SaveId, what: str, answer: Details | Held | Values) -> None:
-        self.channel.post(f"{save.phase}/{what}/{self.cluster.rank}", msgspec.json.encode(answer))
-
-    def _enter(self, save: SaveId, entered: Entered) -> None:
-        self.channel.post(f"{save.phase}/entered/{self.cluster.rank}", msgspec.json.encode(entered))
 
     def _finished(self, outcome: Outcome) -> None:
         """On the writer's thread."""
@@ -337,11 +244,6 @@ class Session:
         if self._in_flight and self._newest_bytes <= SMALL_BYTES:
             with self._progress:
                 self._progress.wait_for(lambda: self._in_flight == 0, SMALL_WAIT_S)
-
-    def forget_plan(self) -> None:
-        """Plan anew, together with all ranks, at the next save."""
-        self._plan = None
-        self._shared = ""
 
     def wait(self) -> bool:
         """Wait until no save is in flight; False if one still is at the deadline."""
@@ -375,17 +277,6 @@ class Session:
                 self.channel.wait_all([f"farewell/{rank}" for rank in ranks], FAREWELL_S)
         except PeerFailed as error:
             log.debug("no farewell: %s", error)
-
-
-def _warn_of_modules_without_ddp(captured: Captured, world_size: int) -> None:
-    modules = any(value.get("kind") == "module" for value in captured.values.values())
-    if modules and all(live.spread is None for live in captured.tensors.values()):
-        log.warning(
-            "no registered module is a DistributedDataParallel: each of %d ranks saves what it has as its own, as "
-            "stages of a pipeline should. If you wrap the model, register the wrapped one: DDP's bucket layout is part "
-            "of an exact resume",
-            world_size,
-        )
 
 
 def open_session(root: Path, settings: Settings, environment: dict[str, Any]) -> Session:

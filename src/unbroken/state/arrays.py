@@ -26,6 +26,8 @@ def reason_not_plain(tensor: Tensor) -> str | None:
         return f"a tensor of the class {type(tensor).__module__}.{type(tensor).__qualname__}"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}"
+    if tensor.is_inference():
+        return "a tensor of torch.inference_mode()"
     if tensor.is_quantized:
         return "a quantised tensor"
     if tensor.device.type == "meta":

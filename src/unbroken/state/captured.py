@@ -79,6 +79,9 @@ class Restoration:
     """What the checkpoint has and this rank's objects do not; no fault if another rank's do."""
     warnings: list[str] = field(default_factory=list)
     """What is not exactly as it was (a parameter frozen since, say); one line each, for one warning."""
+    transient: set[str] = field(default_factory=set)
+    """Targets that an older checkpoint may lack, and that then stay as they are: if this one turns out to be damaged,
+    they must be as they were."""
 
 
 SavedTensors: TypeAlias = Mapping[str, SavedTensor]

@@ -56,6 +56,8 @@ class Draft:
     """The checkpoint has it, the live objects do not."""
     differing: list[str] = field(default_factory=list)
     """Sentences; both have it, and it is not the same."""
+    transient: set[str] = field(default_factory=set)
+    """Targets that another checkpoint may lack without harm."""
     _used: set[str] = field(default_factory=set)
     _steps: list[tuple[Phase, str, Callable[[], None]]] = field(default_factory=list)
     _what: str = "restoring"
@@ -151,7 +153,8 @@ class Draft:
             raise _misfit([*missing, _listed("only in the checkpoint", self.unexpected), *differing])
         steps = [(what, step) for _, what, step in sorted(self._steps, key=lambda entry: entry[0])]
         self.warnings += [f"not restored: {text}" for text in missing]
-        return Restoration(self.targets, self.spreads, lambda: _run(steps), self.unexpected, self.warnings)
+        transient = self.transient if strict else set(self.targets)
+        return Restoration(self.targets, self.spreads, lambda: _run(steps), self.unexpected, self.warnings, transient)
 
 
 def only_saved(restoration: Restoration, names: list[str], *, strict: bool) -> None:

@@ -123,13 +123,14 @@ class _Fingerprint:
             *(item for group in groups for item in group.values() if isinstance(item, Tensor)),
             *map(attrgetter("process_group"), self._wrappers),
         ]
-        names = [*chain.from_iterable(trees), *chain.from_iterable(states)]
+        names = [*chain.from_iterable(trees), *chain.from_iterable(states), *chain.from_iterable(groups)]
+        options = [(group.get("capturable"), group.get("fused")) for group in groups]
         lengths = list(map(len, chain(trees, states, members)))
         transient = list(map(frozenset, map(attrgetter("_non_persistent_buffers_set"), self._modules)))
         wrapped = [
             (ddp.broadcast_buffers, frozenset(getattr(ddp, "parameters_to_ignore", ()))) for ddp in self._wrappers
         ]
-        return [list(map(id, objects)), names, lengths, transient, wrapped], objects
+        return [list(map(id, objects)), names, options, lengths, transient, wrapped], objects
 
     def _look_at_places(self) -> tuple[list[Any], list[object]]:
         """Where the tensors lie, and how. `tensor.data = other` leaves a tensor the same object."""
@@ -140,6 +141,8 @@ class _Fingerprint:
             list(map(Tensor.size, plain)),
             list(map(Tensor.stride, plain)),
             list(map(attrgetter("dtype", "requires_grad"), plain)),
+            list(map(Tensor.is_conj, plain)),
+            list(map(Tensor.is_neg, plain)),
             [
                 (id(shard), id(spec), tensor.requires_grad)
                 for tensor, (shard, spec) in zip(self._sharded, shards, strict=True)

@@ -161,6 +161,8 @@ def prepare_slots(draft: Draft, ties: Ties) -> None:
         else:
             first_target[source] = _target_of(draft, local)
             draft.fill(source, first_target[source], spread)
+            if not any(slot.persistent for slot in slots):
+                draft.transient.add(source)
 
 
 def prepare_guard(draft: Draft, ties: Ties) -> None:

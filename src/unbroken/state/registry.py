@@ -25,7 +25,7 @@ from unbroken.state.captured import Captured, Json, LiveTensor, Restoration, Sav
 from unbroken.state.draft import Draft, naming
 from unbroken.state.look import Keeper, Look
 from unbroken.state.names import ParameterNames, Place, Slot, Ties, check_plain, join, slots_of, walk
-from unbroken.state.sharding import holds_unreduced_gradients, spread_of
+from unbroken.state.sharding import holds_unreduced_gradients, reshard, spread_of
 
 TENSOR = "tensor"
 """Kind of a tensor that is registered by itself."""
@@ -236,6 +236,9 @@ class State:
         slots: dict[str, list[Slot]] = {}
         for name, value in self._objects.items():
             if isinstance(value, nn.Module):
+                for module in value.modules():
+                    if not holds_unreduced_gradients(module):
+                        reshard(module)
                 slots[name] = slots_of(name, value)
             elif isinstance(value, Tensor):
                 slots[name] = [

@@ -123,6 +123,16 @@ def holds_unreduced_gradients(module: nn.Module) -> bool:
     )
 
 
+def reshard(module: nn.Module) -> None:
+    """Let FSDP2 drop whole parameters that a forward without a backward left, as after an evaluation.
+
+    They have no names then, and no optimizer knows them. The next forward gathers them again.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+        module.reshard()
+
+
 def beside(spread: Spread | None, shape: tuple[int, ...]) -> Spread | None:
     """How a plain tensor of an optimizer's state is spread, beside a parameter that is spread so.
 
