@@ -6,6 +6,7 @@ their average, say) changes elements everywhere: a handful of each tensor shows 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -30,18 +31,20 @@ class Probes:
         self._begins = [0]
         for view in self._views:
             self._begins.append(self._begins[-1] + -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        self._found = torch.zeros(self._begins[-1], dtype=torch.uint8)
+        self._slots = [
+            self._found[begin : begin + view.nbytes].view(view.dtype).view(view.shape)
+            for begin, view in zip(self._begins, self._views, strict=False)
+        ]
+        self._reading = threading.Lock()
 
     @torch.no_grad()
     def read(self) -> Tensor:
         """The elements as bytes, the same for equal tensors."""
-        found = torch.zeros(self._begins[-1], dtype=torch.uint8)
-        slots = [
-            found[begin : begin + view.nbytes].view(view.dtype).view(view.shape)
-            for begin, view in zip(self._begins, self._views, strict=False)
-        ]
-        if slots:
-            torch._foreach_copy_(slots, self._views)
-        return found
+        with self._reading:
+            if self._slots:
+                torch._foreach_copy_(self._slots, self._views)
+            return self._found.clone()
 
     def where_different(self, one: Tensor, other: Tensor) -> Iterator[int]:
         """Indexes of tensors of which two readings differ."""
