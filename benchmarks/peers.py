@@ -271,7 +271,7 @@ class TorchCheckpointing(Peer):
         self._written = self._manager.save(str(self.newest), self.state())
 
     def lock(self) -> AbstractContextManager[Any]:
-        return self._manager.lock()  # type: ignore[no-any-return]
+        return self._manager.lock()
 
     def finish(self) -> None:
         if self._written is not None:
@@ -333,6 +333,9 @@ class Unbroken(Peer):
 
     def finish(self) -> None:
         self._checkpointer.wait()
+
+    def close(self) -> None:
+        self._checkpointer.close()
 
     def load(self) -> None:
         import unbroken

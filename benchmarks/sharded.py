@@ -28,10 +28,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 import torch.distributed as dist
 import xxhash
-from peers import sync
 from saving import build
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -39,57 +39,40 @@ from torch.distributed.fsdp import fully_shard
 SAVES = 5
 
 
-class Dcp:
-    """torch.distributed.checkpoint.save, and fsync."""
+class Dcp(peers.Dcp):
+    """torch.distributed.checkpoint.save, and fsync, by several ranks."""
 
     asynchronous = False
 
     def __init__(self, directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.directory, self.model, self.optimizer = directory, model, optimizer
+        super().__init__(directory, model, optimizer)
         self._group = dist.new_group()  # or a save in a thread and a collective of the loop meet in another order
         self._future: Any = None
 
     def save(self, step: int) -> None:
-        """Return when training may go on."""
         import torch.distributed.checkpoint as dcp
 
-        path = self.directory / str(step)
+        self.newest = self.directory / str(step)
         if self.asynchronous:
-            self._future = dcp.async_save(self._named(), checkpoint_id=path, process_group=self._group), path
+            self._future = dcp.async_save(self._named(), checkpoint_id=self.newest, process_group=self._group)
         else:
-            dcp.save(self._named(), checkpoint_id=path)
-            self._sync(path)
+            dcp.save(self._named(), checkpoint_id=self.newest)
+            self._sync()
 
     def finish(self) -> None:
-        """Return when the newest save is durable."""
         if self._future is not None:
-            self._future[0].result()
-            self._sync(self._future[1])
+            self._future.result()
+            self._sync()
             self._future = None
 
     def load(self) -> None:
-        """Bring the newest save back."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_state_dict
+        self.newest = max(self.directory.iterdir(), key=lambda path: int(path.name))
+        super().load()
 
-        state = self._named()
-        newest = max(self.directory.iterdir(), key=lambda path: int(path.name))
-        dcp.load(state, checkpoint_id=newest)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-    def close(self) -> None:
-        """Nothing was started."""
-
-    def _sync(self, path: Path) -> None:
+    def _sync(self) -> None:
         if dist.get_rank() == 0:
-            sync(path)
+            peers.sync(self.newest)
         dist.barrier()
-
-    def _named(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
 
 
 class DcpThread(Dcp):
@@ -98,34 +81,7 @@ class DcpThread(Dcp):
     asynchronous = True
 
 
-class Unbroken:
-    """This library, with digests and fsync, as it comes."""
-
-    def __init__(self, directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        import unbroken
-
-        state = {"model": model, "optimizer": optimizer}
-        self._checkpointer = unbroken.Checkpointer(directory, state, on_error="raise")
-
-    def save(self, step: int) -> None:
-        """Return when training may go on."""
-        self._checkpointer.step()
-        self._checkpointer.save()
-
-    def finish(self) -> None:
-        """Return when the newest save is durable."""
-        self._checkpointer.wait()
-
-    def load(self) -> None:
-        """Bring the newest save back."""
-        self._checkpointer.restore()
-
-    def close(self) -> None:
-        """End its threads."""
-        self._checkpointer.close()
-
-
-PEERS: dict[str, Callable[..., Any]] = {"dcp": Dcp, "dcp async thread": DcpThread, "unbroken": Unbroken}
+PEERS: dict[str, Callable[..., Any]] = {"dcp": Dcp, "dcp async thread": DcpThread, "unbroken": peers.Unbroken}
 
 
 def start(arguments: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -213,7 +169,7 @@ def phase(arguments: argparse.Namespace, peer: str, directory: str, name: str, r
     outputs = [process.communicate(timeout=600)[0] for process in processes]
     if any(process.returncode for process in processes):
         raise RuntimeError(f"{peer}: {name} failed")
-    return json.loads(outputs[0].splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(outputs[0].splitlines()[-1])
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ Each checkpoint has a name of its own for the file, so that none depends on anot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from unbroken.image.image import ImageLayout
 from unbroken.overlap import moved, versions_of
 from unbroken.planning import Plan
 from unbroken.probes import Probes
-from unbroken.state.captured import Captured
+from unbroken.state.captured import Captured, LiveTensor
 
 
 @dataclass(slots=True)
@@ -75,6 +75,8 @@ class Freezer:
     """Which tensors of a job are frozen. Used by the training thread."""
 
     _frozen: Frozen | None = None
+    _found_in: tuple[Plan, Mapping[str, LiveTensor]] | None = None
+    """The plan and the standing tensors that it was found in."""
     _thawed: set[str] = field(default_factory=set)
     """What seemed frozen, and changed."""
 
@@ -89,6 +91,9 @@ class Freezer:
 
         Takes a look at new ones, against which later looks are compared.
         """
+        if self._found_in is not None and self._found_in[0] is plan and self._found_in[1] is captured.standing:
+            return self._frozen
+        self._found_in = plan, captured.standing
         found = _find(plan, captured)
         if found is None or self._frozen is None or not found.is_where(self._frozen):
             self._frozen = found

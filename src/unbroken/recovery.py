@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import torch
@@ -130,12 +131,8 @@ def restore_together(
         found = msgspec.json.decode(channel.decide(f"{phase}/candidate", search.next, deadline_s), type=_Announcement)
         if not found.directory:
             return Recovered(None, "", (), ())
-        known = search.manifest
-        manifest = channel.agree(
-            f"{phase}/manifest",
-            lambda: known or _read_announced(store, found),  # noqa: B023
-            deadline_s,
-        )
+        read = partial(_read_announced, store, found, search.manifest)
+        manifest = channel.agree(f"{phase}/manifest", read, deadline_s)
         problem = _try(channel, store, state, found.directory, manifest, phase, (deadline_s, read_deadline_s), strict)
         if isinstance(problem, Restoration):
             return Recovered(manifest, found.directory, tuple(found.skipped), tuple(problem.warnings))
@@ -144,8 +141,13 @@ def restore_together(
         attempt += 1
 
 
-def _read_announced(store: LocalStore, found: _Announcement) -> Manifest:
-    """The manifest that rank 0 announced, as this rank sees it. Raises DirectoryProblem if it is another one."""
+def _read_announced(store: LocalStore, found: _Announcement, known: Manifest | None) -> Manifest:
+    """The manifest that rank 0 announced, as this rank sees it. Raises DirectoryProblem if it is another one.
+
+    known  the same on rank 0, which has read it to announce it
+    """
+    if known is not None:
+        return known
     path = f"{found.directory}/{found.name}"
     try:
         data = store.read(path, MOST_BYTES)

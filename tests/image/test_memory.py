@@ -77,6 +77,11 @@ def test_a_forked_child_does_not_have_it_and_deletes_nothing_of_its_own_with_it(
     assert memory[0][:3] == b"abc"
 
 
+def faults() -> int:
+    """Page faults of this process so far that needed no disk."""
+    return int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[7])
+
+
 def test_a_fork_costs_no_copy_of_it():
     memory = warm_memory(64 << 20)
     view = torch.frombuffer(memory, dtype=torch.uint8)
@@ -86,7 +91,6 @@ def test_a_fork_costs_no_copy_of_it():
         os.close(writer)
         os.read(reader, 1)  # until the parent is done
         os._exit(0)
-    faults = lambda: int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[7])  # noqa: E731
     before = faults()
     view.fill_(1)
     taken = faults() - before
