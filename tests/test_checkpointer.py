@@ -69,12 +69,13 @@ def test_stops_in_one_epoch_add_up(tmp_path, undisturbed):
     assert job.weights() == undisturbed.weights()
 
 
-def test_resuming_a_finished_run_does_nothing(tmp_path):
+def test_resuming_a_finished_run_does_nothing(tmp_path, caplog):
     for seed in (0, 1):
         job = make_job(tmp_path, 0, 1, seed=seed, every=unbroken.Every(steps=5))
         job.ckpt.restore()
         train(job, 10).ckpt.close()
         assert sorted(job.losses) == ([] if seed else list(range(1, 11)))
+    assert "never called" not in caplog.text
 
 
 def test_partial_gradients_of_an_accumulation_window_are_restored(tmp_path):

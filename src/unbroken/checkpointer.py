@@ -217,7 +217,7 @@ class Checkpointer:
         if self._closed:
             return
         failure = self._finish_saves()
-        if self._every is not None and not self._stepped:
+        if self._every is not None and not self._stepped and not self._restored:  # a finished run may be started again
             log.warning(
                 "step() was never called, so every=%s saved nothing; call it after each optimizer step", self._every
             )
