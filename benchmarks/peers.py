@@ -60,6 +60,11 @@ class Peer:
     def close(self) -> None:
         """End what it started."""
 
+    def written(self) -> int:
+        """Bytes of the newest save."""
+        files = [self.newest] if self.newest.is_file() else [each for each in self.newest.rglob("*") if each.is_file()]
+        return sum(file.stat().st_size for file in files)
+
     def lock(self) -> AbstractContextManager[Any]:
         """Held during the optimizer's step, if the peer asks for it."""
         return nullcontext()
@@ -315,6 +320,45 @@ class Safetensors(Peer):
         return flat
 
 
+class Accelerate(Peer):
+    """Accelerate's save_state, which does not sync by itself."""
+
+    needs = "accelerate"
+
+    def __init__(self, directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        from accelerate import Accelerator
+
+        super().__init__(directory, model, optimizer)
+        self._accelerator = Accelerator(cpu=True)
+        self._accelerator.prepare(model, optimizer)
+
+    def save(self, step: int) -> None:
+        self.newest = self.directory / str(step)
+        self._accelerator.save_state(str(self.newest))
+        sync(self.newest)
+
+    def load(self) -> None:
+        self._accelerator.load_state(str(self.newest))
+
+
+class Lightning(Peer):
+    """What Lightning's Trainer and Fabric save with (TorchCheckpointIO), which does not sync by itself."""
+
+    needs = "lightning"
+
+    def save(self, step: int) -> None:
+        from lightning.fabric.plugins import TorchCheckpointIO
+
+        self.newest = self.directory / f"{step}.ckpt"
+        TorchCheckpointIO().save_checkpoint(self.state(), self.newest)
+        sync(self.newest)
+
+    def load(self) -> None:
+        from lightning.fabric.plugins import TorchCheckpointIO
+
+        self.put(TorchCheckpointIO().load_checkpoint(self.newest, weights_only=True))
+
+
 class Unbroken(Peer):
     """This library, with digests and fsync, as it comes."""
 
@@ -333,6 +377,7 @@ class Unbroken(Peer):
 
     def finish(self) -> None:
         self._checkpointer.wait()
+        self.newest = self.directory / f"step-{self._checkpointer.global_step}"
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -360,6 +405,8 @@ PEERS: dict[str, type[Peer]] = {
     "torchsnapshot": Snapshot,
     "torch_checkpointing": TorchCheckpointing,
     "safetensors": Safetensors,
+    "accelerate": Accelerate,
+    "lightning": Lightning,
     "unbroken": Unbroken,
     "unbroken block": UnbrokenBlock,
 }

@@ -7,10 +7,12 @@ in a process of its own, one after another, for several rounds, so that all see 
     python benchmarks/saving.py --peer unbroken --json
     python benchmarks/saving.py --small                # 20,000 tensors of 4 KB
 
+call     seconds until the call returns
 stall    seconds that the loop stands still for one save: the call, and how much longer the next optimizer step takes
 added    wall time that saving adds to the loop, percent: rounds with a save beside rounds without one, by turns
 durable  seconds from the call until the save is durable
 cold, warm  seconds to load, with the files out of the page cache and in it
+size     megabytes of one save on the disk
 peak     megabytes of this process beyond those of the model and its optimizer, until the last save
 same     whether what was loaded equals what was saved, bit for bit
 """
@@ -128,12 +130,15 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         peer.finish()
         durable = time.perf_counter() - began
         found = {
+            "call": statistics.median(calls),
             "stall": statistics.median(call + max(0.0, more) for call, more in zip(calls, after, strict=True)),
             "added": 100 * (statistics.median(saving) / statistics.median(plain) - 1),
             "durable": durable,
             "peak_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
         }
-        found |= load(peer, loop, directory) if name != "nothing" else {}
+        if name != "nothing":
+            found["size"] = peer.written() / 1e6
+            found |= load(peer, loop, directory)
         peer.close()
         return found
     finally:
@@ -177,7 +182,9 @@ def main() -> None:
     if arguments.here:
         print(json.dumps(measure(arguments.peer[-1], arguments)))
         return
-    print(f"{'':18} {'stall s':>8} {'added %':>8} {'durable s':>9} {'cold s':>7} {'warm s':>7} {'peak MB':>8}  same")
+    print(
+        f"{'':18} {'call s':>7} {'stall s':>8} {'added %':>8} {'durable s':>9} {'cold s':>7} {'warm s':>7} {'size MB':>8} {'peak MB':>8}  same"
+    )
     for name in arguments.peer or [name for name, peer in PEERS.items() if peer.is_there()]:
         command = [sys.executable, __file__, "--here", *sys.argv[1:], "--peer", name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
@@ -192,7 +199,16 @@ def main() -> None:
         print(f"{name:18} {' '.join(cells)}  {row.get('same', '')}", flush=True)
 
 
-COLUMNS = (("stall", 8), ("added", 8), ("durable", 9), ("cold", 7), ("warm", 7), ("peak_mb", 8))
+COLUMNS = (
+    ("call", 7),
+    ("stall", 8),
+    ("added", 8),
+    ("durable", 9),
+    ("cold", 7),
+    ("warm", 7),
+    ("size", 8),
+    ("peak_mb", 8),
+)
 
 if __name__ == "__main__":
     main()

@@ -34,7 +34,8 @@ from unbroken.probes import Probes, RowProbes
 
 log = logging.getLogger(__name__)
 
-GROUP_BYTES = 32 << 20
+GROUP_BYTES = 8 << 20
+"""What is copied at once, about: its digests are taken right after it, from the cache."""
 
 
 @dataclass(slots=True)

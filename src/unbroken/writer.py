@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 PART_BYTES = 32 << 20
 """What is given to the disk at once, about, while what comes after it is still copied and digested."""
+DIGEST_BYTES = 4 << 20
+"""What is digested at once, about: little, since what was just copied is still in the cache. Memory's bandwidth is what
+a save takes from training: with as much as is written the loop lost twice as much (93 ms of 604 MB instead of 35)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,26 +195,19 @@ class Writer:
         """Write what is copied, as it comes, with its digests taken beside; nothing stays of a snapshot of no step."""
         content = snapshot.arena.content()
         block_bytes = block_bytes_for(len(content))
-        length = max(block_bytes, PART_BYTES)
-        parts = [content[begin : begin + length] for begin in range(0, len(content), length)]
         with ThreadPoolExecutor(1, thread_name_prefix="unbroken-digests") as pool:
-            digests = pool.submit(
-                lambda: [
-                    digest for part in self._copied(snapshot, parts) for digest in digest_blocks(part, block_bytes)
-                ]
-            )
-            self.store.create_in_parts(path, self._copied(snapshot, parts, struck=True))
+            parts = self._copied(snapshot, max(block_bytes, DIGEST_BYTES))
+            digests = pool.submit(lambda: [text for part in parts for text in digest_blocks(part, block_bytes)])
+            self.store.create_in_parts(path, _striking(self._copied(snapshot, PART_BYTES)))
             return FileRecord(name, len(content), block_bytes, "".join(digests.result()))
 
-    def _copied(self, snapshot: Snapshot, parts: Sequence[memoryview], struck: bool = False) -> Iterator[memoryview]:
+    def _copied(self, snapshot: Snapshot, length: int) -> Iterator[memoryview]:
         """Parts of the arena, each when it is complete. Raises SaveFailed, at the end, if they are of no step."""
-        end = 0
-        for part in parts:
-            end += len(part)
-            if snapshot.rest is not None and not snapshot.rest.wait_for(end, self.write_deadline_s):
+        content = snapshot.arena.content()
+        for begin in range(0, len(content), length):
+            part = content[begin : begin + length]
+            if snapshot.rest is not None and not snapshot.rest.wait_for(begin + len(part), self.write_deadline_s):
                 _complete(snapshot, 0.0)
-            if struck:
-                faultpoints.reach("copied")
             yield part
         _complete(snapshot, self.write_deadline_s)
 
@@ -253,6 +249,13 @@ class Writer:
             return []
         digests = msgspec.json.decode(self.channel.read(key, self.deadline_s, "rank 0's values"), type=dict[str, str])
         return [name for name, value in values.items() if digests.get(name) == digest_text(value)]
+
+
+def _striking(parts: Iterator[memoryview]) -> Iterator[memoryview]:
+    """The same parts; a proof may strike before each."""
+    for part in parts:
+        faultpoints.reach("copied")
+        yield part
 
 
 def _complete(snapshot: Snapshot, deadline_s: float) -> None:

@@ -113,6 +113,8 @@ class Search:
 
     def _shadows(self) -> Iterator[Candidate]:
         """Tensors in a plain dict or list that are what a registered module has, one for one: an average of it, say."""
+        if not self._alive.of(TENSORS):
+            return
         ours = [list(with_submodules(module)) for module in self._registered if is_a(module, nn.Module)]
         gradients = {
             id(tensor.grad) for parts in ours for part in parts for tensor in own_tensors(part) if tensor.is_leaf

@@ -185,11 +185,18 @@ def is_composed(module: nn.Module) -> bool:
     return isinstance(composable.replicate.state(module), composable._ReplicateState)
 
 
+def may_exist() -> bool:
+    """False where nothing can be DDP, which saves a walk through thousands of modules."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def bucket_orders(root: nn.Module, slots: Sequence[Slot]) -> list[BucketOrder]:
     """One observer for each DDP module of a tree that reduces anything.
 
     slots  those of the tree
     """
+    if not may_exist():
+        return []
     names = {}
     for slot in reversed(slots):  # so that of several names the first one stays
         names[id(slot.tensor)] = slot.fqn

@@ -57,6 +57,8 @@ class State:
         To be called before the first backward; `prepare(…).finish()` does it too. What cannot be stored is told by
         the first capture or restore, which all ranks come to: an error here would be this rank's alone.
         """
+        if not buckets.may_exist():
+            return
         try:
             found = self._slots()
         except UnbrokenError:
