@@ -182,9 +182,7 @@ def main() -> None:
     if arguments.here:
         print(json.dumps(measure(arguments.peer[-1], arguments)))
         return
-    print(
-        f"{'':18} {'call s':>7} {'stall s':>8} {'added %':>8} {'durable s':>9} {'cold s':>7} {'warm s':>7} {'size MB':>8} {'peak MB':>8}  same"
-    )
+    print(f"{'':18} {' '.join(f'{title:>{width}}' for title, _, width in COLUMNS)}  same")
     for name in arguments.peer or [name for name, peer in PEERS.items() if peer.is_there()]:
         command = [sys.executable, __file__, "--here", *sys.argv[1:], "--peer", name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
@@ -195,20 +193,22 @@ def main() -> None:
         if arguments.json:
             print(json.dumps({"peer": name, **row}))
             continue
-        cells = [f"{row[key]:{width}.3f}" if key in row else " " * width for key, width in COLUMNS]
+        cells = [f"{row[key]:{width}.3f}" if key in row else " " * width for _, key, width in COLUMNS]
         print(f"{name:18} {' '.join(cells)}  {row.get('same', '')}", flush=True)
 
 
 COLUMNS = (
-    ("call", 7),
-    ("stall", 8),
-    ("added", 8),
-    ("durable", 9),
-    ("cold", 7),
-    ("warm", 7),
-    ("size", 8),
-    ("peak_mb", 8),
+    ("call s", "call", 7),
+    ("stall s", "stall", 8),
+    ("added %", "added", 8),
+    ("durable s", "durable", 9),
+    ("cold s", "cold", 7),
+    ("warm s", "warm", 7),
+    ("size MB", "size", 8),
+    ("peak MB", "peak_mb", 8),
 )
+"""Title, key in the row, width."""
+
 
 if __name__ == "__main__":
     main()

@@ -69,6 +69,15 @@ class _Announcement(msgspec.Struct):
 _FILLED = "build the objects anew first, since tensors of a damaged checkpoint were read into them"
 
 
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Why a candidate cannot be used."""
+
+    text: str
+    filled: bool = False
+    """True if bytes of it are in live tensors."""
+
+
 @dataclass(slots=True)
 class _Search:
     """Rank 0's walk from the newest candidate to older ones."""
@@ -97,7 +106,7 @@ class _Search:
                 self.manifest = candidate.manifest
                 digest = digest_text(candidate.data)
                 return msgspec.json.encode(_Announcement(candidate.directory, candidate.name, digest, self.skipped))
-            self.reject(candidate.directory, candidate.problem)
+            self.reject(candidate.directory, _Problem(candidate.problem))
         abandoned = first_manifest(self.store)
         if abandoned is not None and not self.skipped:
             self.skipped.append(f"{abandoned} and what is older belong to an abandoned history")
@@ -108,10 +117,10 @@ class _Search:
             )
         return msgspec.json.encode(_Announcement())
 
-    def reject(self, directory: str, problem: str) -> None:
+    def reject(self, directory: str, problem: _Problem) -> None:
         """Pass a candidate over and remember why."""
-        self.filled |= isinstance(problem, _Damage)
-        self.skipped.append(f"{directory} cannot be used: {problem}")
+        self.filled |= problem.filled
+        self.skipped.append(f"{directory} cannot be used: {problem.text}")
         log.warning("%s", self.skipped[-1])
 
 
@@ -169,12 +178,12 @@ def _try(
     phase: str,
     deadlines_s: tuple[float, float],
     strict: bool,
-) -> Restoration | str:
+) -> Restoration | _Problem:
     """Restore one candidate on all ranks; the reason if it cannot be, or if its bytes are damaged for any of them."""
     rank = channel.rank
     divided = _divided_window(manifest, channel.world_size)
     if divided:
-        return divided
+        return _Problem(divided)
     saved = saved_for(manifest, rank, channel.world_size)
     restoration = channel.agree(
         f"{phase}/fits",
@@ -198,7 +207,7 @@ def _try(
         deadlines_s[1],
     )
     if problem:
-        return problem
+        return _Problem(problem)
     channel.agree(f"{phase}/holders", lambda: _settle_holders(mismatch[0], restoration, strict), deadlines_s[0])
     targets = {
         name: targets_of(target, restoration.spreads.get(name), rank) for name, target in restoration.targets.items()
@@ -215,14 +224,10 @@ def _try(
         with torch.no_grad():
             for name, value in before.items():
                 restoration.targets[name].copy_(value)
-        return _Damage(problem)
+        return _Problem(problem, filled=True)
     channel.agree(f"{phase}/filled", _guarded(restoration.finish), deadlines_s[1])
     faultpoints.reach("filled")
     return restoration
-
-
-class _Damage(str):
-    """What is wrong with a checkpoint of which bytes were read into live tensors."""
 
 
 def _divided_window(manifest: Manifest, world_size: int) -> str:
