@@ -38,22 +38,29 @@ class Dealt(Sampler[Any]):
 
 
 def deal(loader: DataLoader[Any], rank: int, world: int, seed: int) -> DataLoader[Any]:
-    """A map-style loader of this rank's share; a loader that deals already, or has nobody to deal to, as it is.
+    """A map-style loader of this rank's share; one that deals already as it is.
 
+    Alone, too, in the same way: what one rank began, several may go on with.
     Raises UsageError for batches that a sampler of the user's own makes: how to deal those is not known.
     """
     sampler: Any = loader.sampler
-    if world == 1 or isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"):
+    if isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"):
         return loader
     if type(loader.batch_sampler) is not BatchSampler:
+        if world == 1:
+            return loader
         raise UsageError(
             f"batches of {type(loader.batch_sampler).__name__} cannot be dealt to {world} ranks: give the loader a "
             "sampler and a batch size instead, or a batch sampler that has num_replicas and deals by itself"
         )
-    own: Any = Dealt(sampler, rank, world, loader.drop_last)
-    if type(sampler) in (RandomSampler, SequentialSampler) and not getattr(sampler, "replacement", False):
+    own: Any
+    if type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and _is_a_permutation(sampler)):
         shuffle = type(sampler) is RandomSampler
         own = DistributedSampler(loader.dataset, world, rank, shuffle, seed, loader.drop_last)
+    elif world == 1:
+        return loader
+    else:
+        own = Dealt(sampler, rank, world, loader.drop_last)
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,
@@ -69,3 +76,7 @@ def deal(loader: DataLoader[Any], rank: int, world: int, seed: int) -> DataLoade
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+
+
+def _is_a_permutation(sampler: RandomSampler) -> bool:
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from unbroken.checkpointer import Checkpointer
-from unbroken.errors import UsageError
+from unbroken.errors import SaveFailed, UsageError
 from unbroken.integrations.extras import needs
 from unbroken.integrations.transformers.loader import EpochLoader, training_loader
 from unbroken.integrations.transformers.progress import Progress
@@ -215,6 +215,10 @@ class _Run(TrainerCallback):
             self._counted = trainer.state.global_step
             assert self._checkpointer is not None
             self._checkpointer.step(loss=loss)
+            if trainer.control.should_training_stop:
+                # The Trainer may put the best model's weights into place now, which are still being copied.
+                with contextlib.suppress(SaveFailed):
+                    self._checkpointer.wait()
 
     # The Trainer's events.
 
