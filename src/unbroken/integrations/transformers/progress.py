@@ -27,11 +27,29 @@ _OF_THIS_START = frozenset(
         "trial_params",
         "is_hyper_param_search",
         "stateful_callbacks",
+        "log_history",
     }
 )
-"""Fields of TrainerState that follow from the arguments, or from who runs."""
+"""Fields of TrainerState that follow from the arguments, or from who runs; and the log, which is saved by itself."""
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 """Attributes of the Trainer, of which its log lines are made. `_tr_loss` is another, a tensor."""
+
+
+class Log:
+    """What the Trainer has logged, times included."""
+
+    tells_time = True
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """All lines."""
+        return {"lines": self._trainer.state.log_history}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after these lines."""
+        self._trainer.state.log_history = list(state["lines"])
 
 
 class Progress:
