@@ -11,6 +11,7 @@ Private names of Accelerate that this leans on (tested with 1.15): `Accelerator.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from unbroken.restored import Restored
 log = logging.getLogger(__name__)
 
 AT_LEAST = "1.1.0"
+_BATCHES_REMEMBERED = 1024
+"""Batches whose sample ids wait for `drain_samples`; older ones are forgotten."""
 
 
 def checkpointer(
@@ -50,7 +53,7 @@ def checkpointer(
     """
     needs("accelerate", "accelerate", AT_LEAST)
     _refuse(accelerator)
-    loaders = [_Ahead(loader, accelerator) for loader in accelerator._dataloaders]
+    loaders = [_Position(loader, accelerator) for loader in accelerator._dataloaders]
     found: dict[str, object] = {
         **_named("model", accelerator._models),
         **_named("optimizer", [getattr(each, "optimizer", each) for each in accelerator._optimizers]),
@@ -119,27 +122,28 @@ class _Phase:
         self.ranks = state["ranks"]
 
 
-class _Ahead:
-    """What stands inside a prepared loader, and the state of it that counts.
+class _Position:
+    """Where a prepared loader is, as the loop sees it.
 
     Batches are asked for one ahead of the loop: it has had what there was before the newest was asked for.
     """
 
     def __init__(self, prepared: Any, accelerator: Any) -> None:
         self._prepared = prepared
-        self._base = prepared.base_dataloader
         self._loader = _loader_of(prepared, accelerator)
         self._had: Mapping[str, Any] | None = None
         self._iteration = -1
-        prepared.base_dataloader = self
-        kind = type(prepared)
-        prepared.__class__ = type(kind.__name__, (kind,), {"__len__": lambda prepared: len(prepared.base_dataloader)})
+        self._samples: deque[list[Any]] = deque(maxlen=_BATCHES_REMEMBERED)
+        prepared.base_dataloader = _Inside(prepared.base_dataloader, self)
 
-    def __iter__(self) -> Iterator[Any]:
+    def batches(self) -> Iterator[Any]:
+        """A pass over the loader."""
         batches = iter(self._loader)
         self._iteration = self._prepared.iteration
+        self._loader.drain_samples()
         while True:
             self._had = self._loader.state_dict()
+            self._samples.append(self._loader.drain_samples())
             try:
                 batch = next(batches)
             except StopIteration:
@@ -148,11 +152,6 @@ class _Ahead:
 
     def __len__(self) -> int:
         return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_base", "_loader"):  # not yet set: do not look for them in themselves
-            raise AttributeError(name)
-        return getattr(self._base, name)
 
     def state_dict(self) -> dict[str, Any]:
         """Of what the loop has had; after the loop, the next epoch."""
@@ -167,8 +166,32 @@ class _Ahead:
         self._had = None
 
     def drain_samples(self) -> list[Any]:
-        """For the ledger: samples of the batches that were fetched, one ahead of the loop."""
-        return self._loader.drain_samples()
+        """For the ledger: samples that the loop had since the last call."""
+        samples = [sample for batch in self._samples for sample in batch]
+        self._samples.clear()
+        return samples
+
+
+class _Inside:
+    """What stands inside a prepared loader in place of its DataLoader, and looks like that."""
+
+    def __init__(self, base: Any, position: _Position) -> None:
+        self._base, self._position = base, position
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._base)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._position.batches()
+
+    def __len__(self) -> int:
+        return len(self._position)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_base", "_position"):  # not yet set: do not look for them in themselves
+            raise AttributeError(name)
+        return getattr(self._base, name)
 
 
 def _loader_of(prepared: Any, accelerator: Any) -> ResumableLoader:
