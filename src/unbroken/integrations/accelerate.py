@@ -11,7 +11,6 @@ Private names of Accelerate that this leans on (tested with 1.15): `Accelerator.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from unbroken.checkpointer import Checkpointer
 from unbroken.data.loader import ResumableLoader, resumable
 from unbroken.errors import UsageError
+from unbroken.integrations.ahead import Ahead
 from unbroken.integrations.dealing import deal
 from unbroken.integrations.extras import needs
 from unbroken.restored import Restored
@@ -28,8 +28,6 @@ from unbroken.restored import Restored
 log = logging.getLogger(__name__)
 
 AT_LEAST = "1.1.0"
-_BATCHES_REMEMBERED = 1024
-"""Batches whose sample ids wait for `drain_samples`; older ones are forgotten."""
 
 
 def checkpointer(
@@ -122,54 +120,29 @@ class _Phase:
         self.ranks = state["ranks"]
 
 
-class _Position:
-    """Where a prepared loader is, as the loop sees it.
-
-    Batches are asked for one ahead of the loop: it has had what there was before the newest was asked for.
-    """
+class _Position(Ahead):
+    """Where a prepared loader is. It counts its passes by itself."""
 
     def __init__(self, prepared: Any, accelerator: Any) -> None:
+        super().__init__(_loader_of(prepared, accelerator))
         self._prepared = prepared
-        self._loader = _loader_of(prepared, accelerator)
-        self._had: Mapping[str, Any] | None = None
         self._iteration = -1
-        self._samples: deque[list[Any]] = deque(maxlen=_BATCHES_REMEMBERED)
         prepared.base_dataloader = _Inside(prepared.base_dataloader, self)
 
-    def batches(self) -> Iterator[Any]:
-        """A pass over the loader."""
-        batches = iter(self._loader)
+    def __iter__(self) -> Iterator[Any]:
         self._iteration = self._prepared.iteration
-        self._loader.drain_samples()
-        while True:
-            self._had = self._loader.state_dict()
-            self._samples.append(self._loader.drain_samples())
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            yield batch
-
-    def __len__(self) -> int:
-        return len(self._loader)
+        return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         """Of what the loop has had; after the loop, the next epoch."""
-        is_under_way = self._had is not None and self._iteration == self._prepared.iteration
-        position = self._had if is_under_way else self._loader.state_dict()
-        return {"position": position, "iteration": self._prepared.iteration}
+        if self._iteration != self._prepared.iteration:
+            self.pass_is_over()
+        return {"position": super().state_dict(), "iteration": self._prepared.iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there at the next iter()."""
-        self._loader.load_state_dict(state["position"])
+        super().load_state_dict(state["position"])
         self._prepared.iteration = state["iteration"]
-        self._had = None
-
-    def drain_samples(self) -> list[Any]:
-        """For the ledger: samples that the loop had since the last call."""
-        samples = [sample for batch in self._samples for sample in batch]
-        self._samples.clear()
-        return samples
 
 
 class _Inside:
@@ -183,10 +156,10 @@ class _Inside:
         return type(self._base)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._position.batches()
+        return iter(self._position)
 
     def __len__(self) -> int:
-        return len(self._position)
+        return len(self._position.loader)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_base", "_position"):  # not yet set: do not look for them in themselves

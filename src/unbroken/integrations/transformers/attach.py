@@ -24,7 +24,7 @@ from unbroken.integrations.transformers.loader import EpochLoader, training_load
 from unbroken.integrations.transformers.progress import Log, Progress
 from unbroken.integrations.transformers.settings import refuse, warn_of_another_strategy
 from unbroken.integrations.transformers.trainer import TESTED, check, replace
-from unbroken.integrations.transformers.world import size_as_saved
+from unbroken.integrations.world import size_as_saved
 
 log = logging.getLogger(__name__)
 

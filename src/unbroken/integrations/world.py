@@ -1,6 +1,6 @@
 """The batch size of this start, where another number of ranks trained before.
 
-The Trainer works out how many steps an epoch has, and with it the schedule of learning rates, before there is anything
+Frameworks work out how many steps an epoch has, and with it the schedule of learning rates, before there is anything
 that could be restored. So the newest checkpoint is asked beforehand; the restore then checks what comes of it.
 """
 
@@ -15,8 +15,11 @@ from unbroken.state.codec import decode
 from unbroken.store.local import LocalStore
 
 
-def size_as_saved(loader: ResumableLoader, path: str | Path, world_size: int) -> None:
-    """Give the loader the batch size with which the global batch stays what it was."""
+def size_as_saved(loader: ResumableLoader, path: str | Path, world_size: int, name: str = "loader") -> None:
+    """Give the loader the batch size with which the global batch stays what it was.
+
+    name  that it is registered by
+    """
     root = run_directory(path)
     if not root.is_dir():
         return
@@ -25,7 +28,7 @@ def size_as_saved(loader: ResumableLoader, path: str | Path, world_size: int) ->
     newest = next((each.manifest for each in candidates(store, tip) if each.manifest is not None), None)
     if newest is None or newest.world_size == world_size:
         return
-    for record in newest.values.get("loader", []):
+    for record in newest.values.get(name, []):
         state = record.value.get("state")
         if state:
             loader.load_state_dict(decode(state, {}))
