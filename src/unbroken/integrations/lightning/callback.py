@@ -68,18 +68,21 @@ class UnbrokenCheckpoint(Callback):
             raise UsageError("leave ckpt_path out of fit(): what is in the run directory is resumed by itself")
         trainer.fit_loop.setup_data()
         progress = Progress(trainer)
+        assert self._loaders is not None
         self._checkpointer = Checkpointer(self._path, self._everything(trainer, progress), **self._options)
         restored = self._checkpointer.restore()
         if restored is not None:
             progress.apply()
+            self._loaders.were_restored()
             iter(trainer.fit_loop._data_fetcher)
             self._resumed_at = trainer.fit_loop.epoch_loop.batch_progress.total.ready
             if trainer.is_global_zero:
                 print(restored)  # noqa: T201  # what the loop of a script would do
         self._counted = trainer.global_step
         epoch_loop = trainer.fit_loop.epoch_loop
-        original = epoch_loop.on_advance_end
-        epoch_loop.on_advance_end = lambda data_fetcher: self._end_batch(trainer, original, data_fetcher)
+        end, begin = epoch_loop.on_advance_end, epoch_loop.on_run_start
+        epoch_loop.on_advance_end = lambda data_fetcher: self._end_batch(trainer, end, data_fetcher)
+        epoch_loop.on_run_start = lambda data_fetcher: self._begin_epoch(trainer, begin, data_fetcher)
 
     def _everything(self, trainer: Any, progress: Progress) -> dict[str, object]:
         assert self._loaders is not None
@@ -94,6 +97,12 @@ class UnbrokenCheckpoint(Callback):
         if twice:
             raise UsageError(f"state={{{twice[0]!r}: …}}: the Trainer's own {twice[0]} is saved by that name")
         return {**state, **self._state}
+
+    def _begin_epoch(self, trainer: Any, original: Any, data_fetcher: Any) -> None:
+        """Stands for `on_run_start` of the loop over batches."""
+        original(data_fetcher)
+        # Else, at the end of an epoch that goes on, schedulers that wait for a metric would be left out.
+        trainer.fit_loop._restarting = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         """Keep the loss, for the ledger."""

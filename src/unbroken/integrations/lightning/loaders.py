@@ -27,6 +27,8 @@ class Loaders:
         self._trainer = trainer
         self._path = path
         self._made: list[ResumableLoader | _Unsized] = []
+        self._restored: list[int] = []
+        """Epochs that they were in when a checkpoint was restored."""
 
     def take_over(self) -> None:
         """Let the Trainer's source give resumable loaders from now on."""
@@ -44,9 +46,14 @@ class Loaders:
 
     def leave_epoch(self) -> None:
         """The next pass is of the next epoch; to be called where one goes on that has no batches left."""
-        for loader in self._made:
-            for _ in iter(loader):
-                break
+        for loader, epoch in zip(self._made, self._restored, strict=True):
+            if loader.epoch == epoch:  # else somebody has asked it for a batch already
+                for _ in iter(loader):
+                    break
+
+    def were_restored(self) -> None:
+        """Remember in which epochs they are."""
+        self._restored = [loader.epoch for loader in self._made]
 
     def _resumable(self, found: Any) -> Any:
         flat = CombinedLoader(found) if not isinstance(found, CombinedLoader) else found
@@ -82,6 +89,11 @@ class _Unsized:
 
     def __iter__(self) -> Any:
         return iter(self.ahead)
+
+    @property
+    def epoch(self) -> int:
+        """The one under way, or the one that comes next."""
+        return self.ahead.loader.epoch
 
     @property
     def dataset(self) -> Any:

@@ -11,8 +11,8 @@ from unbroken.errors import UsageError
 
 AT_LEAST = "2.5"
 TESTED = "2.6.6"
-FIT_LOOP = ("_data_source", "setup_data", "epoch_loop", "state_dict", "load_state_dict")
-EPOCH_LOOP = ("on_advance_end", "batch_progress", "_num_ready_batches_reached", "_skip_next_val")
+FIT_LOOP = ("_data_source", "setup_data", "epoch_loop", "_restarting", "state_dict", "load_state_dict")
+EPOCH_LOOP = ("on_run_start", "on_advance_end", "batch_progress", "_num_ready_batches_reached", "_skip_next_val")
 TRAINER = ("_accelerator_connector", "_checkpoint_connector", "distributed_sampler_kwargs", "lr_scheduler_configs")
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.trainer import call
+
+log = logging.getLogger(__name__)
+
+_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+"""What callbacks and schedulers look at between two validations."""
 
 
 class Progress:
@@ -31,6 +37,9 @@ class Progress:
             "precision": trainer.precision_plugin.state_dict(),
             "data": {} if data is None else data.state_dict(),
             "hooks": self._ask_hooks(module),
+            "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED},
+            "means": sorted(key for key, one in (trainer.fit_loop._results or {}).items() if one.meta.on_epoch),
+            "metrics": {name: (one.metric_state, one._update_count) for name, one in _metrics(module)},
         }
 
     def _ask_hooks(self, module: Any) -> dict[str, Any]:
@@ -56,8 +65,30 @@ class Progress:
         call._call_callbacks_load_state_dict(trainer, checkpoint)
         trainer.lightning_module.on_load_checkpoint(checkpoint)
         trainer.precision_plugin.load_state_dict(loaded["precision"])
+        for name in _LOGGED:
+            getattr(trainer._logger_connector, name).update(loaded["logged"][name])
+        self._put_metrics(loaded["metrics"])
+        if loaded["means"] and trainer.is_global_zero:
+            log.warning(
+                "means over the training epoch under way cover only the batches from here on: Lightning keeps no sums "
+                "of %s; use a torchmetrics metric in the module, which is restored",
+                ", ".join(key.removeprefix("training_step.") for key in loaded["means"]),
+            )
         if trainer.datamodule is not None and loaded["data"]:
             trainer.datamodule.load_state_dict(loaded["data"])
+
+    def _put_metrics(self, saved: Mapping[str, Any]) -> None:
+        for name, one in _metrics(self._trainer.lightning_module):
+            if name in saved:
+                state, one._update_count = saved[name]
+                for key, value in state.items():
+                    setattr(one, key, value)
+                one._computed = None
+
+
+def _metrics(module: Any) -> list[tuple[str, Any]]:
+    """Metrics of torchmetrics in a module: what they have summed up is in no state_dict."""
+    return [(name, one) for name, one in module.named_modules() if hasattr(one, "metric_state")]
 
 
 def _outline(trainer: Any) -> dict[str, Any]:
