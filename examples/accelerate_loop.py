@@ -57,7 +57,8 @@ loader = DataLoader(Patterns(413), 8, shuffle=True, num_workers=1)
 held_out = DataLoader(Patterns(64), 16)
 model, optimizer, scheduler, loader, held_out = accelerator.prepare(model, optimizer, scheduler, loader, held_out)
 
-ckpt = checkpointer(accelerator, args.out, every=unbroken.Every(steps=args.every))
+state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+ckpt = checkpointer(accelerator, args.out, state, every=unbroken.Every(steps=args.every))
 restored = ckpt.restore()
 if restored:
     accelerator.print(restored, flush=True)

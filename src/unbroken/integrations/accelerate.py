@@ -1,11 +1,11 @@
-"""Accelerate: `checkpointer(accelerator, "runs/x", every=…)` saves what was prepared, and restores it bit for bit.
+"""Accelerate: `checkpointer(accelerator, "runs/x", {…}, every=…)` for objects that `accelerator.prepare` returned.
 
 A prepared loader stays the object that it is. Inside, in place of the DataLoader whose batches Accelerate deals to the
 ranks, it has one with an exact position that deals samples. A prepared loader fetches one batch ahead of the loop, so
 the position that is saved is that of what the loop has had.
 
-Private names of Accelerate that this leans on (tested with 1.15): `Accelerator._models`, `_optimizers`, `_schedulers`,
-`_dataloaders`, `_custom_objects`, `step`, `rng_types`; of a loader `base_dataloader` and `iteration`.
+Private names of Accelerate that this leans on (tested with 1.15): `Accelerator._models`, `_custom_objects`, `step`,
+`rng_types`; of what it wraps `optimizer`, `scheduler`, `base_dataloader` and `iteration`.
 """
 
 from __future__ import annotations
@@ -31,50 +31,86 @@ AT_LEAST = "1.1.0"
 
 
 def checkpointer(
-    accelerator: Any, path: str | Path, *, state: Mapping[str, object] | None = None, **options: Any
+    accelerator: Any, path: str | Path, state: Mapping[str, object], **options: Any
 ) -> AcceleratedCheckpointer:
-    """A Checkpointer of everything that `accelerator.prepare` was given; to be made right after it.
+    """A Checkpointer of what `accelerator.prepare` returned, and of anything else; to be made right after it.
 
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-        ckpt = checkpointer(accelerator, "runs/x", every=unbroken.Every(steps=100))
+        state = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
+        ckpt = checkpointer(accelerator, "runs/x", state, every=unbroken.Every(steps=100))
         ckpt.restore()
 
     path     the run directory, shared by all nodes
-    state    further objects to save, by name
+    state    names -> objects, as for `Checkpointer`; Accelerate's wrappers are taken off
     options  the Checkpointer's: `every`, `keep`, `on_error`, …
 
-    Saved are models, optimizers, schedulers, loaders with their positions, the scaler, what was registered with
-    `register_for_checkpointing`, and where in an accumulation window the Accelerator is. The samples of a step follow
-    from seed and epoch (`unbroken.resumable`), also at another number of ranks.
+    Saved are also the scaler, what was registered with `register_for_checkpointing`, and where in an accumulation
+    window the Accelerator is. The samples of a step follow from seed and epoch (`unbroken.resumable`), also on another
+    number of ranks.
 
-    Raises UsageError for a setting with which no exact resume is possible, naming it.
+    Raises UsageError for what cannot be resumed exactly, naming the setting.
     """
     needs("accelerate", "accelerate", AT_LEAST)
     _refuse(accelerator)
-    loaders = [_Position(loader, accelerator) for loader in accelerator._dataloaders]
-    found: dict[str, object] = {
-        **_named("model", accelerator._models),
-        **_named("optimizer", [getattr(each, "optimizer", each) for each in accelerator._optimizers]),
-        **_named("scheduler", [getattr(each, "scheduler", each) for each in accelerator._schedulers]),
-        **_named("loader", loaders),
-        **_named("registered", accelerator._custom_objects),
-        "accelerator": _Phase(accelerator),
-    }
+    added: dict[str, object] = {f"registered{at}": each for at, each in enumerate(accelerator._custom_objects)}
+    added["accelerator"] = _Phase(accelerator)
     if accelerator.scaler is not None:
-        found["scaler"] = accelerator.scaler
-    twice = sorted(found.keys() & (state or {}).keys())
+        added["scaler"] = accelerator.scaler
+    twice = sorted(added.keys() & state.keys())
     if twice:
-        raise UsageError(f"state={{{twice[0]!r}: …}}: what was prepared is saved by that name")
-    return AcceleratedCheckpointer(accelerator, path, {**found, **(state or {})}, **options)
+        raise UsageError(f"state={{{twice[0]!r}: …}}: the Accelerator's own {twice[0]} is saved by that name")
+    _refuse_stateful(accelerator, list(state.values()))
+    found = {name: _unwrapped(name, value, accelerator) for name, value in state.items()}
+    paced = any(getattr(value, "step_with_optimizer", False) for value in state.values())
+    return AcceleratedCheckpointer(accelerator, path, {**found, **added}, paced=paced, **options)
+
+
+def _refuse_stateful(accelerator: Any, given: list[object]) -> None:
+    """torchdata's loader has its first iterator before it is asked for one, so its first pass in a process draws other
+    random numbers than later ones."""
+    for loader in accelerator._dataloaders:
+        if getattr(loader, "use_stateful_dataloader", False) and not any(loader is value for value in given):
+            raise UsageError(
+                "use_stateful_dataloader=True: a prepared loader that is not in `state` draws other random numbers in "
+                "a resumed process; give all of them, or leave use_stateful_dataloader out"
+            )
+
+
+def _unwrapped(name: str, value: Any, accelerator: Any) -> object:
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+    from accelerate.scheduler import AcceleratedScheduler  # type: ignore[import-untyped]
+
+    if isinstance(value, AcceleratedOptimizer):
+        return value.optimizer
+    if isinstance(value, AcceleratedScheduler):
+        return value.scheduler
+    if hasattr(value, "base_dataloader"):
+        if "Dispatcher" in type(value).__name__:
+            raise UsageError(
+                f"{name} cannot be resumed exactly with dispatch_batches=True, the default for iterable data sets: "
+                "give the Accelerator DataLoaderConfiguration(dispatch_batches=False)"
+            )
+        return _Position(value, accelerator)
+    if isinstance(value, DataLoader):
+        raise UsageError(f"{name} is a DataLoader: give it to accelerator.prepare first, or to unbroken.resumable")
+    if accelerator.distributed_type.value in ("MULTI_CPU", "MULTI_GPU") and value in accelerator._models:
+        raise UsageError(f"{name} is not what accelerator.prepare returned: give that, which is wrapped for the ranks")
+    return value
 
 
 class AcceleratedCheckpointer(Checkpointer):
     """A Checkpointer whose `step` knows from the Accelerator whether gradients are being accumulated."""
 
-    def __init__(self, accelerator: Any, path: str | Path, state: Mapping[str, object], **options: Any) -> None:
-        """See `checkpointer`."""
+    def __init__(
+        self, accelerator: Any, path: str | Path, state: Mapping[str, object], *, paced: bool, **options: Any
+    ) -> None:
+        """See `checkpointer`.
+
+        paced  a scheduler makes a step for each rank
+        """
         super().__init__(path, state, **options)
         self._accelerator = accelerator
+        self._paced = paced
 
     def step(self, *, loss: Any = None, accumulating: bool | None = None) -> None:
         """As `Checkpointer.step`; to be called after `optimizer.step()`, in each micro-step too.
@@ -94,8 +130,7 @@ class AcceleratedCheckpointer(Checkpointer):
     def _warn_of_schedulers(self) -> None:
         """A prepared scheduler makes a step for each rank: on another number of ranks it goes at another pace."""
         before, now = self._objects["accelerator"].ranks, self._accelerator.num_processes  # type: ignore[attr-defined]
-        paced = any(getattr(each, "step_with_optimizer", False) for each in self._accelerator._schedulers)
-        if before not in (None, now) and paced and not self._accelerator.split_batches:
+        if before not in (None, now) and self._paced:
             log.warning(
                 "prepared schedulers make %d steps where they made %d before, one for each rank: give the Accelerator "
                 "step_scheduler_with_optimizer=False, or leave the scheduler unprepared",
@@ -213,15 +248,9 @@ def _seed_of(sampler: Any, accelerator: Any) -> int:
     return told[0] % (1 << 63)
 
 
-def _named(kind: str, objects: list[Any]) -> dict[str, object]:
-    """`loader`, or `loader0`, `loader1`, … in the order in which they were prepared."""
-    return {kind if len(objects) == 1 else f"{kind}{at}": each for at, each in enumerate(objects)}
-
-
 def _refuse(accelerator: Any) -> None:
     """Raise UsageError for what makes an exact resume impossible."""
     rng_types = [str(getattr(each, "value", each)) for each in accelerator.rng_types or ()]
-    dispatching = any("Dispatcher" in type(each).__name__ for each in accelerator._dataloaders)
     problems = (
         (not accelerator._models, "nothing was prepared: call accelerator.prepare(…) first"),
         (
@@ -232,7 +261,6 @@ def _refuse(accelerator: Any) -> None:
             set(rng_types) - {"generator"} != set(),
             f"rng_types={rng_types}: random numbers are exchanged where an epoch goes on; leave rng_types out",
         ),
-        (dispatching, "dispatch_batches=True, the default for iterable data sets: give dispatch_batches=False"),
         (accelerator.split_batches, "split_batches=True: give the batch size per rank instead"),
     )
     for wrong, text in problems:
