@@ -35,6 +35,7 @@ bench: $(STAMP)
 	$(BIN)/pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/saving.py --small --rounds 3
+	$(BIN)/python benchmarks/cadence.py
 	$(BIN)/python benchmarks/sharded.py
 
 clean:
