@@ -107,6 +107,7 @@ def accelerate(
         "weights": (weights["model"], weights["optimizer"]),
         "rate": scheduler.get_last_lr(),
         "counted": counted.batches,
+        "iteration": loader.iteration,
         "random": torch.get_rng_state().sum().item(),
     }
 

@@ -166,7 +166,12 @@ class _Position(Ahead):
 
     def __iter__(self) -> Iterator[Any]:
         self._iteration = self._prepared.iteration
-        return super().__iter__()
+        is_empty = True
+        for batch in super().__iter__():
+            is_empty = False
+            yield batch
+        if is_empty:  # it went on at the end of an epoch; Accelerate does not count a pass without a batch
+            self._prepared.iteration += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Of what the loop has had; after the loop, the next epoch."""
