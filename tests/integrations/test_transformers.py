@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 
-from integrations.trainer_runs import train
+from integrations.trainer_runs import Numbers, train
 from unbroken.errors import UsageError
 
 SETTINGS = {
@@ -151,3 +151,27 @@ def test_the_private_names_are_there():
 
     for name, parameters in METHODS.items():
         assert tuple(inspect.signature(getattr(Trainer, name)).parameters)[1:] == parameters, name
+
+
+def test_an_export_is_loaded_by_from_pretrained(tmp_path):
+    import torch
+    from transformers import AutoModelForSequenceClassification, BertConfig, Trainer, TrainingArguments
+    from typer.testing import CliRunner
+
+    import unbroken
+    from unbroken.cli.main import app
+    from unbroken.integrations.transformers import attach
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = AutoModelForSequenceClassification.from_config(BertConfig(vocab_size=64, **sizes))
+    arguments = TrainingArguments(
+        str(tmp_path / "own"), use_cpu=True, max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True
+    )
+    trainer = Trainer(model, arguments, train_dataset=Numbers())
+    attach(trainer, tmp_path / "run", every=unbroken.Every(steps=2))
+    trainer.train()
+    out = tmp_path / "exported"
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(out), "--to", "transformers"])
+    assert done.exit_code == 0, done.output
+    loaded = AutoModelForSequenceClassification.from_pretrained(out)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())

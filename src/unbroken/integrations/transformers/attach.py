@@ -21,7 +21,7 @@ from unbroken.checkpointer import Checkpointer
 from unbroken.errors import SaveFailed, UsageError
 from unbroken.integrations.extras import needs
 from unbroken.integrations.transformers.loader import EpochLoader, training_loader
-from unbroken.integrations.transformers.progress import Log, Progress
+from unbroken.integrations.transformers.progress import Configuration, Log, Progress
 from unbroken.integrations.transformers.settings import refuse, warn_of_another_strategy
 from unbroken.integrations.transformers.trainer import TESTED, check, replace
 from unbroken.integrations.world import size_as_saved
@@ -147,6 +147,7 @@ class _Run(TrainerCallback):
             "loader": loader.resumable,
             "trainer": self._progress,
             "log": Log(trainer),
+            "config": Configuration(trainer),
         }
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler

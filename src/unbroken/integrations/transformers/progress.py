@@ -52,6 +52,22 @@ class Log:
         self._trainer.state.log_history = list(state["lines"])
 
 
+class Configuration:
+    """The model's configuration, for `unbroken export --to transformers`. What is loaded is left alone."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The text of `config.json`, if the model has one."""
+        config: Any = getattr(self._trainer.model, "config", None)
+        text = config.to_json_string() if hasattr(config, "to_json_string") else None
+        return {"config.json": text}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The model was made from the configuration of this start."""
+
+
 class Progress:
     """The Trainer's own state. Registered with the Checkpointer; `apply` and `begin` put back what was loaded."""
 
