@@ -3,7 +3,6 @@
 import pytest
 
 from integrations.lightning_runs import train
-from unbroken.errors import UsageError
 
 SETTINGS = {
     "as it comes": {},
@@ -90,17 +89,3 @@ def global_batches(results):
     """By step: the samples of all ranks."""
     by_step = zip(*(rank["seen"] for rank in results), strict=True)
     return [sorted(sample for batch in batches for sample in batch) for batches in by_step]
-
-
-@pytest.mark.parametrize("setting", ["reload_dataloaders_every_n_epochs", "fast_dev_run"])
-def test_what_makes_an_exact_resume_impossible_is_named_at_the_start(tmp_path, setting):
-    with pytest.raises(UsageError, match=setting):
-        alone(tmp_path, {setting: 1})
-
-
-def test_a_changed_lightning_is_refused_by_name(tmp_path, monkeypatch):
-    from unbroken.integrations.lightning import names
-
-    monkeypatch.setattr(names, "FIT_LOOP", ("gone",))
-    with pytest.raises(UsageError, match="_FitLoop has no gone"):
-        alone(tmp_path, {})

@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from unbroken.candidates import candidates, find_tip
-from unbroken.data.loader import ResumableLoader
 from unbroken.directory import run_directory
 from unbroken.state.codec import decode
+from unbroken.state.objects import Stateful
 from unbroken.store.local import LocalStore
 
 
-def size_as_saved(loader: ResumableLoader, path: str | Path, world_size: int, name: str = "loader") -> None:
+def size_as_saved(loader: Stateful, path: str | Path, world_size: int, name: str = "loader") -> None:
     """Give the loader the batch size with which the global batch stays what it was.
 
     name  that it is registered by

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: `Trainer(callbacks=[UnbrokenCheckpoint("runs/x", every=…)])`, and `fit` resumes by itself."""
+"""Lightning's Trainer: `Trainer(callbacks=[UnbrokenCheckpoint("runs/x", every=…)])`, and `fit` resumes, bit for bit."""
 
 from unbroken.integrations.lightning.callback import UnbrokenCheckpoint
 

@@ -1,158 +1,195 @@
-"""A callback that saves as Lightning's Trainer trains, and makes `fit` go on from the newest good checkpoint.
-
-Restored is in `on_fit_start`: model, optimizers and schedulers exist, and no loop has begun. A save comes when a batch
-is over, validation included (`_TrainingEpochLoop.on_advance_end`), so that nothing is left out or done twice.
-"""
+"""The callback: what a script sees, and what the loops ask of it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback
+import torch
+from torch.utils.data import RandomSampler
 
 from unbroken.checkpointer import Checkpointer
 from unbroken.errors import UsageError
+from unbroken.integrations.dealing import deal
 from unbroken.integrations.extras import needs
-from unbroken.integrations.lightning.loaders import Loaders
-from unbroken.integrations.lightning.names import AT_LEAST, check
-from unbroken.integrations.lightning.progress import Progress
+from unbroken.integrations.lightning.private import AT_LEAST, check
+from unbroken.integrations.world import size_as_saved
 
-log = logging.getLogger(__name__)
+needs("lightning", "lightning", AT_LEAST)
+
+from lightning.pytorch.callbacks import Callback  # noqa: E402  # after the check, whose message says more
+from lightning.pytorch.trainer.states import RunningStage  # noqa: E402
+
+from unbroken.integrations.lightning import loops  # noqa: E402
+from unbroken.integrations.lightning.loader import EpochLoader, epoch_loader, unwrapped  # noqa: E402
+from unbroken.integrations.lightning.metrics import Metrics  # noqa: E402
+from unbroken.integrations.lightning.progress import Files, Progress, averages  # noqa: E402
+from unbroken.integrations.lightning.settings import refuse, refuse_ckpt_path  # noqa: E402
+from unbroken.state.rng import undisturbed  # noqa: E402
 
 
 class UnbrokenCheckpoint(Callback):
-    """Saves everything that `trainer.fit(model)` needs to go on bit for bit, and lets it do so by itself.
+    """Saves as `trainer.fit` trains, and lets it go on from the newest good checkpoint, bit for bit.
 
         trainer = Trainer(callbacks=[UnbrokenCheckpoint("runs/x", every=unbroken.Every(steps=100))])
         trainer.fit(model)
 
-    path     the run directory, shared by all nodes
+    path     the run directory, shared by all nodes; not Lightning's `default_root_dir`
     state    further objects to save, by name
     options  the Checkpointer's: `every`, `keep`, `on_error`, …
 
-    Saved are model, optimizers, schedulers, precision (scaler), loops, callbacks' and data module's state, positions in
-    the data, partial gradients, random numbers. Training loaders get an exact position (`unbroken.resumable`): the
-    samples of a step follow from seed and epoch. Steps are batches after which an optimizer stepped. Do not give `fit`
-    a `ckpt_path`. Lightning's own checkpoints stay as they are.
+    A step of `every` is a batch after which an optimizer stepped: with several optimizers `trainer.global_step`, which
+    counts each, goes ahead of it. Saved are model, optimizers, schedulers, scaler, the position in the data, random
+    numbers, metrics, and what loops and callbacks count. The training loaders are replaced by ones with an exact
+    position (`unbroken.resumable`). Do not give `fit` a `ckpt_path`. Lightning's own checkpoints go on beside.
 
-    Raises UsageError, in `fit`, for a setting with which no exact resume is possible, naming it.
+    `fit` raises UsageError for a setting with which no exact resume is possible, naming it, and what Checkpointer does.
     """
 
     def __init__(self, path: str | Path, *, state: Mapping[str, object] | None = None, **options: Any) -> None:
-        needs("lightning", "lightning", AT_LEAST)
         self._path = path
         self._state = dict(state or {})
         self._options = options
-        self._loaders: Loaders | None = None
+        self._trainer: Any = None
+        self._loaders: list[EpochLoader] = []
         self._checkpointer: Checkpointer | None = None
-        self._counted = 0
+        self._progress: Progress | None = None
         self._loss: Any = None
-        self._resumed_at: int | None = None
-        """Batches that were trained when a checkpoint was restored, until another one is."""
+        self._counted = 0
+        self._asked = False
+        self._random = contextlib.ExitStack()
+        self.resumed = False
+
+    def save(self) -> None:
+        """Save when the batch under way is over, in the middle of an accumulation window too. On all ranks alike."""
+        self._asked = True
+
+    # Lightning's hooks.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Before any loader is asked for."""
-        if stage != "fit":
+        """Before there are optimizers and loaders."""
+        if stage != "fit" or trainer.fast_dev_run:
             return
         check(trainer)
-        _refuse(trainer)
-        self._loaders = Loaders(trainer, self._path)
-        self._loaders.take_over()
+        if any(isinstance(other, UnbrokenCheckpoint) and other is not self for other in trainer.callbacks):
+            raise UsageError("give the Trainer one UnbrokenCheckpoint: a run has one directory")
+        refuse(trainer, pl_module)
+        self._trainer = trainer
+        self._loaders = []
+        self._random = contextlib.ExitStack()
+        trainer._data_connector._prepare_dataloader = self._prepare_dataloader
+        loops.install(trainer, self)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore what a checkpoint has."""
-        if getattr(trainer, "ckpt_path", None) is not None:
-            raise UsageError("leave ckpt_path out of fit(): what is in the run directory is resumed by itself")
-        trainer.fit_loop.setup_data()
-        progress = Progress(trainer)
-        assert self._loaders is not None
-        self._checkpointer = Checkpointer(self._path, self._everything(trainer, progress), **self._options)
-        restored = self._checkpointer.restore()
-        if restored is not None:
-            progress.apply()
-            self._loaders.were_restored()
-            iter(trainer.fit_loop._data_fetcher)
-            self._resumed_at = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-            if trainer.is_global_zero:
-                print(restored)  # noqa: T201  # what the loop of a script would do
-        self._counted = trainer.global_step
-        epoch_loop = trainer.fit_loop.epoch_loop
-        end, begin = epoch_loop.on_advance_end, epoch_loop.on_run_start
-        epoch_loop.on_advance_end = lambda data_fetcher: self._end_batch(trainer, end, data_fetcher)
-        epoch_loop.on_run_start = lambda data_fetcher: self._begin_epoch(trainer, begin, data_fetcher)
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the loss for the ledger."""
+        self._loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
 
-    def _everything(self, trainer: Any, progress: Progress) -> dict[str, object]:
-        assert self._loaders is not None
-        state: dict[str, object] = {
-            "model": trainer.strategy.model,
-            **_named("optimizer", trainer.optimizers),
-            **_named("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs]),
-            **self._loaders.by_name(),
-            "trainer": progress,
-        }
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give the Trainer back as it was."""
+        self._uninstall()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The same: `teardown` is not called then."""
+        self._uninstall()
+
+    def _uninstall(self) -> None:
+        if self._trainer is not None:
+            loops.uninstall(self._trainer)
+            vars(self._trainer._data_connector).pop("_prepare_dataloader", None)
+            self._trainer = None
+
+    # Loaders.
+
+    def _prepare_dataloader(self, dataloader: Any, shuffle: bool, mode: Any) -> Any:
+        """In place of Lightning's: what it deals to the ranks, with a position if it is trained from."""
+        connector = self._trainer._data_connector
+        original = type(connector)._prepare_dataloader
+        if mode != RunningStage.TRAINING:
+            return original(connector, dataloader, shuffle, mode)
+        given = unwrapped(dataloader)
+        if type(given.sampler) is RandomSampler and self._trainer.world_size == 1:
+            # Lightning leaves it alone; dealt to one rank, its order holds for several too.
+            seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+            given = (
+                deal(given, 0, 1, seed) if connector.trainer._accelerator_connector.use_distributed_sampler else given
+            )
+        loader = epoch_loader(original(connector, given, shuffle, mode))
+        self._loaders.append(loader)
+        for name in ("loader", "loader0") if len(self._loaders) == 1 else (f"loader{len(self._loaders) - 1}",):
+            size_as_saved(loader, self._path, self._trainer.world_size, name)
+        return loader
+
+    # What the loops ask.
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Restore; end the saves in the end."""
+        trainer = self._trainer
+        refuse_ckpt_path(trainer)
+        trainer._signal_connector.teardown()  # a notice of preemption is ours: Lightning's would leave without a save
+        progress, metrics, files = Progress(trainer), Metrics(trainer), Files(trainer)
+        self._progress = progress
+        state = {**self._parts(), "trainer": progress, "metrics": metrics, "files": files}
         twice = sorted(state.keys() & self._state.keys())
         if twice:
             raise UsageError(f"state={{{twice[0]!r}: …}}: the Trainer's own {twice[0]} is saved by that name")
-        return {**state, **self._state}
+        options = dict(self._options)
+        if averages(trainer):
+            options.setdefault("snapshot", "block")  # validation swaps the weights with their averages
+        with self._random, Checkpointer(self._path, {**state, **self._state}, **options) as self._checkpointer:
+            restored = self._checkpointer.restore()
+            if restored is not None:
+                # Hooks of the start come between this and the next batch, and may draw.
+                self._random.enter_context(undisturbed({}))
+                progress.apply()
+                metrics.apply()
+                files.apply()
+                self.resumed = True
+                if trainer.is_global_zero:
+                    print(restored, flush=True)  # noqa: T201  # what the loop of a script would do
+            self._counted = trainer.fit_loop.epoch_loop.global_step
+            yield
+        self._checkpointer = None
 
-    def _begin_epoch(self, trainer: Any, original: Any, data_fetcher: Any) -> None:
-        """Stands for `on_run_start` of the loop over batches."""
-        original(data_fetcher)
-        # Else, at the end of an epoch that goes on, schedulers that wait for a metric would be left out.
-        trainer.fit_loop._restarting = False
+    def going_on(self) -> None:
+        """The restored epoch goes on."""
+        self.resumed = False
+        assert self._progress is not None
+        self._progress.go_on()
+        self._random.close()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-        """Keep the loss, for the ledger."""
-        self._loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-
-    def _end_batch(self, trainer: Any, original: Any, data_fetcher: Any) -> None:
-        """Stands for `on_advance_end` of the loop over batches."""
-        loop = trainer.fit_loop.epoch_loop
-        if self._resumed_at == loop.batch_progress.total.ready:
-            # Lightning went back to a batch that was over, validated and saved: nothing is to be done again.
-            loop._skip_next_val = False
-            if loop._num_ready_batches_reached():
-                assert self._loaders is not None
-                self._loaders.leave_epoch()
-            return
-        self._resumed_at = None
-        original(data_fetcher)
+    def batch_over(self) -> None:
+        """Count the batch, and save if that is due."""
         assert self._checkpointer is not None
-        stepped = trainer.global_step != self._counted
-        self._counted = trainer.global_step
+        trainer = self._trainer
+        stepped = trainer.fit_loop.epoch_loop.global_step > self._counted
+        self._counted = trainer.fit_loop.epoch_loop.global_step
         self._checkpointer.step(loss=self._loss, accumulating=not stepped)
+        is_over = stepped and loops.is_over(trainer)
+        if self._asked or is_over:
+            self._checkpointer.save()
+        if is_over:
+            self._checkpointer.wait()  # what comes now may write weights, as an average of them
+        self._asked = False
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Wait until everything is durable."""
-        self._leave(None)
+    def epoch_over(self) -> None:
+        """The next pass over the data is the next epoch's."""
+        for loader in self._loaders:
+            loader.end_epoch()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End without waiting for other ranks, unless all of them leave together (`unbroken.Preempted`)."""
-        self._leave(exception)
-
-    def _leave(self, error: BaseException | None) -> None:
-        checkpointer, self._checkpointer = self._checkpointer, None
-        if checkpointer is not None:
-            checkpointer.__exit__(None if error is None else type(error), error, None)
-
-
-def _named(kind: str, objects: list[Any]) -> dict[str, object]:
-    return {kind if len(objects) == 1 else f"{kind}{at}": each for at, each in enumerate(objects)}
+    def _parts(self) -> dict[str, object]:
+        trainer = self._trainer
+        parts: dict[str, object] = {"model": trainer.strategy.model, **averages(trainer)}
+        parts |= _numbered("optimizer", trainer.optimizers)
+        parts |= _numbered("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
+        parts |= _numbered("loader", self._loaders)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        return {**parts, "scaler": scaler} if scaler is not None else parts
 
 
-def _refuse(trainer: Any) -> None:
-    """Raise UsageError for what makes an exact resume impossible."""
-    problems = (
-        (
-            bool(trainer.reload_dataloaders_every_n_epochs),
-            "reload_dataloaders_every_n_epochs: a new loader would begin anew; set it to 0",
-        ),
-        ("DeepSpeed" in type(trainer.strategy).__name__, "DeepSpeedStrategy: it is not supported here yet"),
-        (trainer.fast_dev_run, "fast_dev_run: it is no training"),
-    )
-    for wrong, text in problems:
-        if wrong:
-            raise UsageError(f"this Trainer cannot be resumed exactly with {text}")
+def _numbered(name: str, objects: Sequence[object]) -> dict[str, object]:
+    """Objects by name; one alone without a number."""
+    return {name if len(objects) == 1 else f"{name}{at}": value for at, value in enumerate(objects)}

@@ -1,105 +1,153 @@
-"""What a Lightning Trainer knows of its run besides weights, optimizers and data: loops, callbacks, data module."""
+"""What a Trainer knows of its run besides model, optimizers and data: counters, and the state of its callbacks."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch.trainer import call
+from lightning.pytorch.callbacks import Checkpoint, Timer, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from unbroken.integrations.lightning.loops import counters, set_counters
 
 log = logging.getLogger(__name__)
 
-_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-"""What callbacks and schedulers look at between two validations."""
-
 
 class Progress:
-    """The Trainer's own state. Registered with the Checkpointer; `apply` puts back what was loaded."""
+    """A Trainer's own state, equal on all ranks. Registered with the Checkpointer; `apply` puts back what it loaded."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loaded: Mapping[str, Any] | None = None
+        self._accumulate_grad_batches: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, and what callbacks and modules save of their own."""
+        if self._loaded is not None:  # the Trainer has not come to where it takes it over
+            return dict(self._loaded)
+        trainer = self._trainer
+        return {
+            "loops": counters(trainer),
+            "should_stop": trainer.should_stop,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "callbacks": {one.state_key: one.state_dict() for one in _exact(trainer) if one.state_dict()},
+            "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+            "hooks": self._saved_by_hooks(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state, until the Trainer is ready for it."""
+        self._loaded = state
+
+    def apply(self) -> None:
+        """Put back what was loaded, before `on_train_start`."""
+        assert self._loaded is not None
+        loaded, self._loaded = self._loaded, None
+        trainer = self._trainer
+        set_counters(trainer, dict(loaded["loops"]))
+        trainer.should_stop = loaded["should_stop"]
+        self._accumulate_grad_batches = loaded["accumulate_grad_batches"]
+        _load(_exact(trainer), loaded["callbacks"])
+        if trainer.datamodule is not None and loaded["datamodule"]:
+            trainer.datamodule.load_state_dict(loaded["datamodule"])
+        checkpoint = {**self._checkpoint("on_load_checkpoint"), **loaded["hooks"]}
+        for hook in self._hooks("on_load_checkpoint"):
+            hook(checkpoint)
+
+    def go_on(self) -> None:
+        """Put back what `GradientAccumulationScheduler` set: after `on_train_start`, where it may not be set yet."""
+        if self._accumulate_grad_batches is not None:
+            self._trainer.accumulate_grad_batches = self._accumulate_grad_batches
+            self._accumulate_grad_batches = None
+
+    def _saved_by_hooks(self) -> dict[str, Any]:
+        """What `on_save_checkpoint` of callbacks, module and data module added to a checkpoint of Lightning's."""
+        hooks = self._hooks("on_save_checkpoint")
+        if not hooks:
+            return {}
+        checkpoint = self._checkpoint("on_save_checkpoint")
+        own = set(checkpoint)
+        for hook in hooks:
+            hook(checkpoint)
+        return {key: value for key, value in checkpoint.items() if key not in own}
+
+    def _checkpoint(self, hook: str) -> dict[str, Any]:
+        """What hooks expect to find in a checkpoint."""
+        if not self._hooks(hook):
+            return {}
+        trainer = self._trainer
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "state_dict": dict(trainer.lightning_module.state_dict()),
+            "callbacks": {},
+            "loops": counters(trainer),
+            "optimizer_states": [],
+            "lr_schedulers": [],
+        }
+
+    def _hooks(self, name: str) -> list[Any]:
+        trainer = self._trainer
+        found = []
+        for callback in _exact(trainer):
+            if is_overridden(name, callback) and not isinstance(callback, WeightAveraging):
+                found.append(_of_callback(callback, name, trainer))
+        for part in (trainer.lightning_module, trainer.datamodule):
+            if part is not None and is_overridden(name, part):
+                found.append(getattr(part, name))
+        return found
+
+
+class Files:
+    """The state of callbacks that says where files lie and how long things took: not equal in equal runs."""
+
+    in_ledger = False
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._loaded: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors."""
-        if self._loaded is not None:  # the Trainer has not come to where it takes it over
+        """By callback."""
+        if self._loaded is not None:
             return dict(self._loaded)
-        trainer = self._trainer
-        loops = copy.deepcopy(trainer.fit_loop.state_dict())
-        loops["state_dict"].pop("combined_loader", None)  # loaders are saved by themselves, and each rank's
-        module, data = trainer.lightning_module, trainer.datamodule
-        return {
-            "loops": loops,
-            "should_stop": bool(trainer.should_stop),
-            "callbacks": call._call_callbacks_state_dict(trainer),
-            "precision": trainer.precision_plugin.state_dict(),
-            "data": {} if data is None else data.state_dict(),
-            "hooks": self._ask_hooks(module),
-            "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED},
-            "means": sorted(key for key, one in (trainer.fit_loop._results or {}).items() if one.meta.on_epoch),
-            "metrics": {name: (one.metric_state, one._update_count) for name, one in _metrics(module)},
-        }
-
-    def _ask_hooks(self, module: Any) -> dict[str, Any]:
-        """What modules and callbacks add to a checkpoint by their hooks."""
-        checkpoint = _outline(self._trainer)
-        known = set(checkpoint)
-        call._call_callbacks_on_save_checkpoint(self._trainer, checkpoint)
-        module.on_save_checkpoint(checkpoint)
-        return {key: value for key, value in checkpoint.items() if key not in known}
+        return {one.state_key: one.state_dict() for one in self._callbacks() if one.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state. The Trainer gets it by `apply`."""
+        """Take a state, until the Trainer is ready for it."""
         self._loaded = state
 
     def apply(self) -> None:
         """Put back what was loaded."""
-        assert self._loaded is not None
-        loaded, trainer, self._loaded = self._loaded, self._trainer, None
-        trainer.fit_loop.load_state_dict(copy.deepcopy(loaded["loops"]))
-        trainer.should_stop = loaded["should_stop"]
-        checkpoint = {**_outline(trainer), "callbacks": loaded["callbacks"], **loaded["hooks"]}
-        call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
-        call._call_callbacks_load_state_dict(trainer, checkpoint)
-        trainer.lightning_module.on_load_checkpoint(checkpoint)
-        trainer.precision_plugin.load_state_dict(loaded["precision"])
-        for name in _LOGGED:
-            getattr(trainer._logger_connector, name).update(loaded["logged"][name])
-        self._put_metrics(loaded["metrics"])
-        if loaded["means"] and trainer.is_global_zero:
-            log.warning(
-                "means over the training epoch under way cover only the batches from here on: Lightning keeps no sums "
-                "of %s; use a torchmetrics metric in the module, which is restored",
-                ", ".join(key.removeprefix("training_step.") for key in loaded["means"]),
-            )
-        if trainer.datamodule is not None and loaded["data"]:
-            trainer.datamodule.load_state_dict(loaded["data"])
+        loaded, self._loaded = self._loaded, None
+        _load(self._callbacks(), loaded or {})
 
-    def _put_metrics(self, saved: Mapping[str, Any]) -> None:
-        for name, one in _metrics(self._trainer.lightning_module):
-            if name in saved:
-                state, one._update_count = saved[name]
-                for key, value in state.items():
-                    setattr(one, key, value)
-                one._computed = None
+    def _callbacks(self) -> list[Any]:
+        return [one for one in self._trainer.callbacks if isinstance(one, Checkpoint | Timer)]
 
 
-def _metrics(module: Any) -> list[tuple[str, Any]]:
-    """Metrics of torchmetrics in a module: what they have summed up is in no state_dict."""
-    return [(name, one) for name, one in module.named_modules() if hasattr(one, "metric_state")]
+def averages(trainer: Any) -> dict[str, Any]:
+    """Averaged models of callbacks, by a name to register them under."""
+    found = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]
+    models = [one._average_model for one in found if one._average_model is not None]
+    return {"average" if len(models) == 1 else f"average{at}": model for at, model in enumerate(models)}
 
 
-def _outline(trainer: Any) -> dict[str, Any]:
-    """The keys of a Lightning checkpoint that hooks may expect. Weights are not in it."""
-    return {
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "pytorch-lightning_version": "2.6.6",
-        "state_dict": {},
-        "callbacks": {},
-        "optimizer_states": [],
-        "lr_schedulers": [],
-        "loops": {},
-    }
+def _exact(trainer: Any) -> list[Any]:
+    return [one for one in trainer.callbacks if not isinstance(one, Checkpoint | Timer)]
+
+
+def _load(callbacks: list[Any], states: Mapping[str, Any]) -> None:
+    left = dict(states)
+    for callback in callbacks:
+        if callback.state_key in left:
+            callback.load_state_dict(left.pop(callback.state_key))
+        elif callback.state_dict():
+            log.warning("the checkpoint has no state of the callback %s: it begins anew", callback.state_key)
+    for key in left:
+        log.warning("the checkpoint has a state of the callback %s, and there is none", key)
+
+
+def _of_callback(callback: Any, name: str, trainer: Any) -> Any:
+    return lambda checkpoint: getattr(callback, name)(trainer, trainer.lightning_module, checkpoint)
