@@ -108,6 +108,7 @@ class Checkpointer:
         self._ledger_opened = False
         self._global_step = 0
         self._micro_step = 0
+        self._with_gradients = False
         self._saves = Saves()
         self._captured_once = False
         self._stepped = False
@@ -158,7 +159,7 @@ class Checkpointer:
             self._ledger.note("restored", self._global_step, self._micro_step)
         return restored
 
-    def step(self, *, loss: Any = None, accumulating: bool = False) -> None:
+    def step(self, *, loss: Any = None, accumulating: bool = False, gradients: bool = False) -> None:
         """Count one optimizer step; save if one is due; end the job cleanly if it was preempted.
 
         Call it after `optimizer.step()` (and the scheduler's and scaler's). When nothing is due this costs
@@ -168,6 +169,8 @@ class Checkpointer:
         loss          for the ledger only; a number or a tensor, read only if a ledger is kept
         accumulating  True marks a micro-step: gradients were added, the optimizer did not step. `save()` then
                       includes them; saves that are due wait for the window's end.
+        gradients     True: a save of this step includes gradients. With several optimizers, of which one stepped and
+                      another is still adding up
 
         Raises Preempted (a SystemExit) on every rank at the same step, after a save, when any rank got SIGTERM or
         SIGUSR1; HistoryExists at the first save if the directory holds checkpoints that were not restored;
@@ -181,6 +184,7 @@ class Checkpointer:
             self._session.let_small_save_finish()
         self._global_step += 1
         self._micro_step = 0
+        self._with_gradients = gradients
         self._stepped = True
         self._open_ledger()
         if self._ledger is not None:
@@ -282,7 +286,7 @@ class Checkpointer:
         began = time.monotonic()
         try:
             self._coverage.check(strict=self._strict and not self._restored, loud=session.cluster.rank == 0)
-            captured = self._state.capture(accumulating=self._micro_step > 0)
+            captured = self._state.capture(accumulating=self._micro_step > 0 or self._with_gradients)
         except Exception as error:
             # What cannot be stored at the first save never could: a mistake in the script, not bad luck.
             mistake = not self._captured_once

@@ -150,7 +150,7 @@ class Lazy(Model):
         ([], {"reload_dataloaders_every_n_epochs": 1}, {}, "reload_dataloaders_every_n_epochs"),
         ([L.pytorch.callbacks.StochasticWeightAveraging(1e-2)], {}, {}, "use WeightAveraging"),
         ([L.pytorch.callbacks.BackboneFinetuning()], {}, {}, "BaseFinetuning"),
-        ([L.pytorch.callbacks.LearningRateFinder()], {}, {}, "run Tuner"),
+        ([L.pytorch.callbacks.LearningRateFinder()], {}, {}, "call Tuner"),
         ([UnbrokenCheckpoint("elsewhere")], {}, {}, "one UnbrokenCheckpoint"),
         ([], {}, {"train_dataloaders": [torch.ones(2)]}, "give torch DataLoaders"),
     ],

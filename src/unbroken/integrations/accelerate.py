@@ -112,7 +112,7 @@ class AcceleratedCheckpointer(Checkpointer):
         self._accelerator = accelerator
         self._paced = paced
 
-    def step(self, *, loss: Any = None, accumulating: bool | None = None) -> None:
+    def step(self, *, loss: Any = None, accumulating: bool | None = None, gradients: bool = False) -> None:
         """As `Checkpointer.step`; to be called after `optimizer.step()`, in each micro-step too.
 
         accumulating  not `accelerator.sync_gradients`, if it is not given

@@ -24,10 +24,10 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402  # after the chec
 from lightning.pytorch.trainer.states import RunningStage  # noqa: E402
 
 from unbroken.integrations.lightning import loops  # noqa: E402
-from unbroken.integrations.lightning.loader import EpochLoader, epoch_loader, unwrapped  # noqa: E402
+from unbroken.integrations.lightning.loader import EpochLoader, asked_of, drawing_apart, epoch_loader, unwrapped  # noqa: E402
 from unbroken.integrations.lightning.metrics import Metrics  # noqa: E402
 from unbroken.integrations.lightning.progress import Files, Progress, averages  # noqa: E402
-from unbroken.integrations.lightning.settings import refuse, refuse_ckpt_path  # noqa: E402
+from unbroken.integrations.lightning.settings import is_tuning, refuse, refuse_ckpt_path  # noqa: E402
 from unbroken.state.rng import undisturbed  # noqa: E402
 
 
@@ -71,7 +71,7 @@ class UnbrokenCheckpoint(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Before there are optimizers and loaders."""
-        if stage != "fit" or trainer.fast_dev_run:
+        if stage != "fit" or trainer.fast_dev_run or is_tuning(trainer):
             return
         check(trainer)
         if any(isinstance(other, UnbrokenCheckpoint) and other is not self for other in trainer.callbacks):
@@ -108,15 +108,15 @@ class UnbrokenCheckpoint(Callback):
         connector = self._trainer._data_connector
         original = type(connector)._prepare_dataloader
         if mode != RunningStage.TRAINING:
-            return original(connector, dataloader, shuffle, mode)
-        given = unwrapped(dataloader)
+            return drawing_apart(original(connector, dataloader, shuffle, mode))
+        given, asked = unwrapped(dataloader), asked_of(dataloader)
         if type(given.sampler) is RandomSampler and self._trainer.world_size == 1:
             # Lightning leaves it alone; dealt to one rank, its order holds for several too.
             seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
             given = (
                 deal(given, 0, 1, seed) if connector.trainer._accelerator_connector.use_distributed_sampler else given
             )
-        loader = epoch_loader(original(connector, given, shuffle, mode))
+        loader = epoch_loader(original(connector, given, shuffle, mode), asked)
         self._loaders.append(loader)
         for name in ("loader", "loader0") if len(self._loaders) == 1 else (f"loader{len(self._loaders) - 1}",):
             size_as_saved(loader, self._path, self._trainer.world_size, name)
@@ -167,7 +167,9 @@ class UnbrokenCheckpoint(Callback):
         trainer = self._trainer
         stepped = trainer.fit_loop.epoch_loop.global_step > self._counted
         self._counted = trainer.fit_loop.epoch_loop.global_step
-        self._checkpointer.step(loss=self._loss, accumulating=not stepped)
+        # One optimizer may be adding up gradients while another steps; which one does, only the script knows.
+        by_hand = not trainer.lightning_module.automatic_optimization
+        self._checkpointer.step(loss=self._loss, accumulating=not stepped, gradients=by_hand)
         is_over = stepped and loops.is_over(trainer)
         if self._asked or is_over:
             self._checkpointer.save()

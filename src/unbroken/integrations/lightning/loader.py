@@ -6,14 +6,18 @@ with a length for a batch after the last; and of one without a length it holds a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from unbroken.data.loader import ResumableLoader, resumable
 from unbroken.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 class EpochLoader:
@@ -107,9 +111,28 @@ def unwrapped(loader: object) -> DataLoader[Any]:
     return loader
 
 
-def epoch_loader(loader: Any) -> EpochLoader:
+def asked_of(loader: object) -> dict[str, Any]:
+    """What the script asked of `resumable`, if it made the loader resumable."""
+    return {"seed": loader.seed} if isinstance(loader, ResumableLoader) else {}
+
+
+def epoch_loader(loader: Any, asked: Mapping[str, Any]) -> EpochLoader:
     """A DataLoader, as it was dealt, with a position. Raises UsageError as `resumable` does."""
-    return EpochLoader(resumable(loader))
+    return EpochLoader(resumable(loader, **asked))
+
+
+def drawing_apart(loader: Any) -> Any:
+    """A loader for validation, which does not move the random numbers of training where a resumed job would not.
+
+    Workers that persist are seeded once in a process, at the first validation.
+    """
+    if isinstance(loader, DataLoader) and loader.persistent_workers:
+        loader.generator = loader.generator or torch.Generator().manual_seed(torch.initial_seed())
+        log.warning(
+            "a validation loader has persistent_workers: random numbers that its data set draws begin anew after a "
+            "resume; if it draws any, set persistent_workers=False"
+        )
+    return loader
 
 
 def _has_length(loader: ResumableLoader) -> bool:

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint, Timer, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from unbroken.integrations.lightning.loops import counters, set_counters
+from unbroken.integrations.lightning.modes import Modes
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,8 @@ class Progress:
         self._trainer = trainer
         self._loaded: Mapping[str, Any] | None = None
         self._accumulate_grad_batches: int | None = None
+        self._modes = Modes(trainer.lightning_module)
+        self._changed: Mapping[str, Mapping[str, bool]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, and what callbacks and modules save of their own."""
@@ -31,6 +34,7 @@ class Progress:
             "loops": counters(trainer),
             "should_stop": trainer.should_stop,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "modes": self._modes.changed(),
             "callbacks": {one.state_key: one.state_dict() for one in _exact(trainer) if one.state_dict()},
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
             "hooks": self._saved_by_hooks(),
@@ -48,6 +52,7 @@ class Progress:
         set_counters(trainer, dict(loaded["loops"]))
         trainer.should_stop = loaded["should_stop"]
         self._accumulate_grad_batches = loaded["accumulate_grad_batches"]
+        self._changed = loaded["modes"]
         _load(_exact(trainer), loaded["callbacks"])
         if trainer.datamodule is not None and loaded["datamodule"]:
             trainer.datamodule.load_state_dict(loaded["datamodule"])
@@ -56,10 +61,16 @@ class Progress:
             hook(checkpoint)
 
     def go_on(self) -> None:
-        """Put back what `GradientAccumulationScheduler` set: after `on_train_start`, where it may not be set yet."""
+        """Put back what hooks of an epoch's beginning set, which do not run again in the middle of the epoch.
+
+        After `on_train_start`, where `GradientAccumulationScheduler` wants to find its setting as it was at first.
+        """
         if self._accumulate_grad_batches is not None:
             self._trainer.accumulate_grad_batches = self._accumulate_grad_batches
             self._accumulate_grad_batches = None
+        if self._changed is not None:
+            self._modes.put(self._changed)
+            self._changed = None
 
     def _saved_by_hooks(self) -> dict[str, Any]:
         """What `on_save_checkpoint` of callbacks, module and data module added to a checkpoint of Lightning's."""

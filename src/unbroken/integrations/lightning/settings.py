@@ -33,7 +33,7 @@ def refuse(trainer: Any, module: Any) -> None:
         ),
         (
             _has(kinds, callbacks.LearningRateFinder, callbacks.BatchSizeFinder),
-            "LearningRateFinder and BatchSizeFinder, which train inside fit: run Tuner(trainer) beforehand",
+            "LearningRateFinder and BatchSizeFinder, which train inside fit: call Tuner(trainer) before fit",
         ),
         (
             isinstance(trainer.strategy, DeepSpeedStrategy),
@@ -52,6 +52,12 @@ def refuse(trainer: Any, module: Any) -> None:
             "val_check_interval is a time: when validation runs differs from run to run, and what depends on it; give "
             "a number of batches"
         )
+
+
+def is_tuning(trainer: Any) -> bool:
+    """Whether this `fit` is `Tuner`'s, which tries something and puts everything back."""
+    finders = callbacks.LearningRateFinder, callbacks.BatchSizeFinder
+    return any(isinstance(callback, finders) and callback._early_exit for callback in trainer.callbacks)
 
 
 def refuse_ckpt_path(trainer: Any) -> None:
