@@ -78,6 +78,7 @@ class _Module(msgspec.Struct):
     extra: dict[str, Any]
     aliases: dict[str, str] = {}
     buckets: dict[str, list[str]] = {}
+    keeps_buffers: list[str] = []
 
 
 class _Group(msgspec.Struct):

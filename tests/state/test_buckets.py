@@ -234,3 +234,40 @@ def test_torch_still_has_what_the_replay_uses():
         assert ddp._has_rebuilt_buckets, f"the moment of the rebuild {hint}"
     finally:
         dist.destroy_process_group()
+
+
+def counted(rank: int, world_size: int, how: str, restoring: bool) -> tuple[dict, bool]:
+    """What BatchNorm counts on this rank after a forward that sends no buffers, a save, and one more forward."""
+
+    def forward(model: DistributedDataParallel, step: int) -> torch.Tensor:
+        rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        return model(rows).square().sum()
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    forward(model, 0).backward()
+    if how == "evaluated":
+        with torch.no_grad():
+            forward(model, 1)
+    elif how == "no_sync":
+        with model.no_sync():
+            forward(model, 1).backward()
+    if restoring:
+        kept = keep_state(State({"model": model}), accumulating=how == "no_sync")
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        with torch.no_grad():
+            forward(model, 5)  # a sanity check before the restore, as Lightning does one
+        put_state(kept, State({"model": model}))
+    sends = DdpInternals(model).sends_buffers
+    forward(model, 2)
+    return weights(model), sends
+
+
+def test_buffers_are_sent_after_a_restore_if_they_had_been_sent_without_it(ranks):
+    # DDP skips one broadcast after a forward without gradients: what BatchNorm counted then differed between ranks in
+    # one run and not in the other.
+    for how, sends in (("evaluated", False), ("no_sync", False), ("trained", True)):
+        undisturbed = ranks.run_all_well("state.test_buckets:counted", 2, how, False)
+        assert [each[1] for each in undisturbed] == [sends] * 2, how
+        assert ranks.run_all_well("state.test_buckets:counted", 2, how, True) == undisturbed, how
+        assert (undisturbed[0][0] == undisturbed[1][0]) is False, "ranks count alike: this test can show nothing"

@@ -1,9 +1,12 @@
-"""The order in which DistributedDataParallel lays gradients out for reduction.
+"""What DistributedDataParallel keeps to itself: the order in which it lays gradients out for reduction, and more.
 
 On its first synchronised backward DDP notes in which order gradients become ready, and packs its buckets anew in that
 order. A resumed process would do one step with the initial layout, where the undisturbed run was on the new one: with
 more than two ranks the reduction then adds the same numbers in another order, and the weights differ in their last bit.
 So the order is observed, saved, and after a restore played to DDP with gradients of zero, before the first real step.
+
+After a forward without gradients (a validation), or inside `no_sync()`, the next forward does not send rank 0's buffers
+to the other ranks. That is a flag of DDP's, and saved too: what `BatchNorm` counts depends on it.
 
 All names of DDP that are not public stand in this file, in `DdpInternals`.
 """
@@ -52,6 +55,15 @@ class DdpInternals:
         """True outside `no_sync()`."""
         return bool(self._ddp.require_backward_grad_sync)
 
+    @property
+    def sends_buffers(self) -> bool:
+        """Whether the next forward sends rank 0's buffers to all ranks."""
+        return bool(self._ddp.require_forward_param_sync)
+
+    @sends_buffers.setter
+    def sends_buffers(self, sends: bool) -> None:
+        self._ddp.require_forward_param_sync = sends
+
     def expect_backward(self) -> None:
         """Make the reducer ready for one backward in which every parameter takes part."""
         self._ddp.reducer.prepare_for_backward([])
@@ -93,6 +105,19 @@ class BucketOrder:
         """Names in the order in which gradients became ready; None before all have been seen once."""
         complete = self._order and len(self._order) == len(self._parameters)
         return list(self._order) if complete else None
+
+    @property
+    def sends_buffers(self) -> bool:
+        """Whether the next forward sends rank 0's buffers to all ranks."""
+        return self._internals.sends_buffers
+
+    def prepare_sending(self, draft: Draft, sends: bool) -> None:
+        """Let a restore say whether the next forward sends buffers."""
+
+        def say() -> None:
+            self._internals.sends_buffers = sends
+
+        draft.then(Phase.BUCKETS, say)
 
     def watch(self) -> None:
         """Observe the next synchronised backward, unless that was done or the buckets stay as they are. Idempotent."""
@@ -220,17 +245,22 @@ def bucket_orders(root: nn.Module, slots: Sequence[Slot]) -> list[BucketOrder]:
 
 
 def capture_orders(captured: Captured, name: str, orders: Sequence[BucketOrder]) -> None:
-    """Add the orders that are known to the values of a module."""
+    """Add the orders that are known to the values of a module, and which DDP modules do not send buffers next."""
     known = {order.fqn: order.order for order in orders if order.order is not None}
     if known:
         captured.values[name]["buckets"] = known
+    keeping = [order.fqn for order in orders if not order.sends_buffers]
+    if keeping:
+        captured.values[name]["keeps_buffers"] = keeping
 
 
 def prepare_orders(draft: Draft, name: str, orders: Sequence[BucketOrder]) -> None:
-    """Replay each order that the checkpoint has, and observe the others."""
+    """Replay each order that the checkpoint has, and observe the others; let buffers be sent or not as they were to be."""
     value: Json = draft.values.get(name) or {}
     saved: Mapping[str, list[str]] = value.get("buckets", {})
+    keeping: list[str] = value.get("keeps_buffers", [])
     for order in orders:
+        order.prepare_sending(draft, order.fqn not in keeping)
         if order.fqn in saved:
             order.prepare(draft, name, saved[order.fqn])
         else:

@@ -51,6 +51,7 @@ class UnbrokenCheckpoint(Callback):
         self._trainer: Any = None
         self._loaders: list[EpochLoader] = []
         self._checkpointer: Checkpointer | None = None
+        self._progress: Progress | None = None
         self._loss: Any = None
         self._counted = 0
         self._asked = False
@@ -116,6 +117,7 @@ class UnbrokenCheckpoint(Callback):
         trainer = self._trainer
         trainer._signal_connector.teardown()  # a notice of preemption is ours: Lightning's would leave without a save
         progress, metrics, files = Progress(trainer), Metrics(trainer), Files(trainer)
+        self._progress = progress
         state = {**self._parts(), "trainer": progress, "metrics": metrics, "files": files}
         twice = sorted(state.keys() & self._state.keys())
         if twice:
@@ -138,6 +140,8 @@ class UnbrokenCheckpoint(Callback):
     def going_on(self) -> None:
         """The restored epoch goes on."""
         self.resumed = False
+        assert self._progress is not None
+        self._progress.go_on()
         self._random.close()
 
     def batch_over(self) -> None:

@@ -66,7 +66,9 @@ class EpochLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop."""
-        return {"exhausted": self._exhausted, "loader": self._before or self._loader.state_dict()}
+        if self._before is not None:  # the loop has not seen the end yet
+            return {"exhausted": False, "loader": self._before}
+        return {"exhausted": self._exhausted, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where `state_dict` was called. Raises StateMismatch as `ResumableLoader.load_state_dict` does."""

@@ -20,6 +20,7 @@ class Progress:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._loaded: Mapping[str, Any] | None = None
+        self._accumulate_grad_batches: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, and what callbacks and modules save of their own."""
@@ -46,13 +47,19 @@ class Progress:
         trainer = self._trainer
         set_counters(trainer, dict(loaded["loops"]))
         trainer.should_stop = loaded["should_stop"]
-        trainer.accumulate_grad_batches = loaded["accumulate_grad_batches"]
+        self._accumulate_grad_batches = loaded["accumulate_grad_batches"]
         _load(_exact(trainer), loaded["callbacks"])
         if trainer.datamodule is not None and loaded["datamodule"]:
             trainer.datamodule.load_state_dict(loaded["datamodule"])
         checkpoint = {**self._checkpoint("on_load_checkpoint"), **loaded["hooks"]}
         for hook in self._hooks("on_load_checkpoint"):
             hook(checkpoint)
+
+    def go_on(self) -> None:
+        """Put back what `GradientAccumulationScheduler` set: after `on_train_start`, where it may not be set yet."""
+        if self._accumulate_grad_batches is not None:
+            self._trainer.accumulate_grad_batches = self._accumulate_grad_batches
+            self._accumulate_grad_batches = None
 
     def _saved_by_hooks(self) -> dict[str, Any]:
         """What `on_save_checkpoint` of callbacks, module and data module added to a checkpoint of Lightning's."""
