@@ -255,7 +255,7 @@ def capture_orders(captured: Captured, name: str, orders: Sequence[BucketOrder])
 
 
 def prepare_orders(draft: Draft, name: str, orders: Sequence[BucketOrder]) -> None:
-    """Replay each order that the checkpoint has, and observe the others; let buffers be sent or not as they were to be."""
+    """Replay each order that the checkpoint has, and observe the others; say whether buffers are sent next."""
     value: Json = draft.values.get(name) or {}
     saved: Mapping[str, list[str]] = value.get("buckets", {})
     keeping: list[str] = value.get("keeps_buffers", [])

@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402  # after the chec
 from lightning.pytorch.trainer.states import RunningStage  # noqa: E402
 
 from unbroken.integrations.lightning import loops  # noqa: E402
-from unbroken.integrations.lightning.loader import EpochLoader, epoch_loader, unwrapped  # noqa: E402
+from unbroken.integrations.lightning.loader import EpochLoader, dealt_alone, epoch_loader, unwrapped  # noqa: E402
 from unbroken.integrations.lightning.metrics import Metrics  # noqa: E402
 from unbroken.integrations.lightning.progress import Files, Progress, averages  # noqa: E402
-from unbroken.integrations.lightning.settings import refuse  # noqa: E402
+from unbroken.integrations.lightning.settings import refuse, refuse_ckpt_path  # noqa: E402
 from unbroken.integrations.lightning.world import size_as_saved  # noqa: E402
 from unbroken.state.rng import undisturbed  # noqa: E402
 
@@ -104,7 +104,8 @@ class UnbrokenCheckpoint(Callback):
         original = type(connector)._prepare_dataloader
         if mode != RunningStage.TRAINING:
             return original(connector, dataloader, shuffle, mode)
-        loader = epoch_loader(original(connector, unwrapped(dataloader), shuffle, mode))
+        dealt = original(connector, dealt_alone(unwrapped(dataloader), self._trainer), shuffle, mode)
+        loader = epoch_loader(dealt)
         self._loaders.append(loader)
         size_as_saved(loader, f"loader.{len(self._loaders) - 1}", self._path, self._trainer.world_size)
         return loader
@@ -115,6 +116,7 @@ class UnbrokenCheckpoint(Callback):
     def training(self) -> Iterator[None]:
         """Restore; end the saves in the end."""
         trainer = self._trainer
+        refuse_ckpt_path(trainer)
         trainer._signal_connector.teardown()  # a notice of preemption is ours: Lightning's would leave without a save
         progress, metrics, files = Progress(trainer), Metrics(trainer), Files(trainer)
         self._progress = progress
@@ -122,7 +124,10 @@ class UnbrokenCheckpoint(Callback):
         twice = sorted(state.keys() & self._state.keys())
         if twice:
             raise UsageError(f"state={{{twice[0]!r}: …}}: the Trainer's own {twice[0]} is saved by that name")
-        with self._random, Checkpointer(self._path, {**state, **self._state}, **self._options) as self._checkpointer:
+        options = dict(self._options)
+        if averages(trainer):
+            options.setdefault("snapshot", "block")  # validation swaps the weights with their averages
+        with self._random, Checkpointer(self._path, {**state, **self._state}, **options) as self._checkpointer:
             restored = self._checkpointer.restore()
             if restored is not None:
                 # Hooks of the start come between this and the next batch, and may draw.
@@ -151,8 +156,11 @@ class UnbrokenCheckpoint(Callback):
         stepped = trainer.fit_loop.epoch_loop.global_step > self._counted
         self._counted = trainer.fit_loop.epoch_loop.global_step
         self._checkpointer.step(loss=self._loss, accumulating=not stepped)
-        if self._asked or (stepped and loops.is_over(trainer)):
+        is_over = stepped and loops.is_over(trainer)
+        if self._asked or is_over:
             self._checkpointer.save()
+        if is_over:
+            self._checkpointer.wait()  # what comes now may write weights, as an average of them
         self._asked = False
 
     def epoch_over(self) -> None:

@@ -19,10 +19,6 @@ def refuse(trainer: Any, module: Any) -> None:
     kinds = [type(callback) for callback in trainer.callbacks]
     problems = (
         (
-            trainer.ckpt_path is not None,
-            "fit(ckpt_path=…): leave it out, what is in the run directory is resumed by itself",
-        ),
-        (
             trainer.reload_dataloaders_every_n_epochs > 0,
             "reload_dataloaders_every_n_epochs: a new loader has no position; set it to 0",
         ),
@@ -55,6 +51,15 @@ def refuse(trainer: Any, module: Any) -> None:
         log.warning(
             "val_check_interval is a time: when validation runs differs from run to run, and what depends on it; give "
             "a number of batches"
+        )
+
+
+def refuse_ckpt_path(trainer: Any) -> None:
+    """Raise UsageError if Lightning has restored a checkpoint of its own. It is known only then."""
+    if trainer.ckpt_path is not None:
+        raise UsageError(
+            "fit(ckpt_path=…): leave it out, what is in the run directory is resumed by itself; to begin with the "
+            "weights of another run, load them into the model"
         )
 
 
