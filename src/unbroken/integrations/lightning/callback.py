@@ -16,9 +16,11 @@ needs("lightning", "lightning", AT_LEAST)
 
 from lightning.pytorch.callbacks import Callback  # noqa: E402  # after the check, whose message says more
 from lightning.pytorch.trainer.states import RunningStage  # noqa: E402
+from torch.utils.data import RandomSampler  # noqa: E402
 
+from unbroken.integrations.fabric import dealt_alone  # noqa: E402
 from unbroken.integrations.lightning import loops  # noqa: E402
-from unbroken.integrations.lightning.loader import EpochLoader, dealt_alone, epoch_loader, unwrapped  # noqa: E402
+from unbroken.integrations.lightning.loader import EpochLoader, epoch_loader, unwrapped  # noqa: E402
 from unbroken.integrations.lightning.metrics import Metrics  # noqa: E402
 from unbroken.integrations.lightning.progress import Files, Progress, averages  # noqa: E402
 from unbroken.integrations.lightning.settings import refuse, refuse_ckpt_path  # noqa: E402
@@ -104,8 +106,10 @@ class UnbrokenCheckpoint(Callback):
         original = type(connector)._prepare_dataloader
         if mode != RunningStage.TRAINING:
             return original(connector, dataloader, shuffle, mode)
-        dealt = original(connector, dealt_alone(unwrapped(dataloader), self._trainer), shuffle, mode)
-        loader = epoch_loader(dealt)
+        given = unwrapped(dataloader)
+        if self._trainer.world_size == 1 and self._trainer._accelerator_connector.use_distributed_sampler:
+            given = dealt_alone(given, (RandomSampler,))
+        loader = epoch_loader(original(connector, given, shuffle, mode))
         self._loaders.append(loader)
         size_as_saved(loader, f"loader.{len(self._loaders) - 1}", self._path, self._trainer.world_size)
         return loader

@@ -6,15 +6,11 @@ with a length for a batch after the last; and of one without a length it holds a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-import torch
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import _update_dataloader
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader
 
 from unbroken.data.loader import ResumableLoader, resumable
 from unbroken.errors import UsageError
@@ -109,21 +105,6 @@ def unwrapped(loader: object) -> DataLoader[Any]:
             f"train_dataloaders: a {type(loader).__name__} cannot be resumed exactly; give torch DataLoaders"
         )
     return loader
-
-
-def dealt_alone(loader: DataLoader[Any], trainer: Any) -> DataLoader[Any]:
-    """A shuffled loader of a job of one rank, with the sampler that Lightning gives to several: its order holds for any
-    number of ranks, in the middle of an epoch too. Other loaders as they are."""
-    sampler = loader.sampler
-    is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
-    if not is_plain or trainer.world_size > 1 or not trainer._accelerator_connector.use_distributed_sampler:
-        return loader
-    seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.initial_seed()
-    seed = int(os.environ.get("PL_GLOBAL_SEED", seed))
-    dealt: DataLoader[Any] = _update_dataloader(
-        loader, DistributedSampler(loader.dataset, 1, 0, shuffle=True, seed=seed), mode=RunningStage.TRAINING
-    )
-    return dealt
 
 
 def epoch_loader(loader: Any) -> EpochLoader:

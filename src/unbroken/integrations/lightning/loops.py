@@ -106,7 +106,8 @@ def uninstall(trainer: Any) -> None:
     fit: Any = trainer.fit_loop
     epoch: Any = fit.epoch_loop
     if type(fit) is FitLoop:
-        fit.__class__, epoch.__class__ = _FitLoop, _TrainingEpochLoop
+        for loop, theirs in ((fit, _FitLoop), (epoch, _TrainingEpochLoop)):
+            loop.__class__ = theirs
         del fit.keeper, epoch.keeper
 
 

@@ -36,7 +36,6 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_num_ready_batches_reached",
     ),
     "lightning.pytorch.loops.fit_loop:RestartStage": ("RESTARTED_MID_EPOCH",),
-    "lightning.pytorch.utilities.data:_update_dataloader": (),
     "lightning.pytorch.loops.utilities:_is_max_limit_reached": (),
     "lightning.pytorch.trainer.connectors.data_connector:_DataConnector": ("_prepare_dataloader",),
     "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector": ("teardown",),
