@@ -1,5 +1,5 @@
 # make demo   train a small GPT on two nodes of two ranks, lose a node, resume, prove nothing changed
-# make test   build .venv if needed and run all tests (8 to 9 minutes on 2 cores)
+# make test   build .venv if needed and run all tests (10 minutes on 2 cores)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,6 +35,7 @@ bench: $(STAMP)
 	$(BIN)/pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/saving.py --small --rounds 3
+	$(BIN)/python benchmarks/cadence.py
 	$(BIN)/python benchmarks/sharded.py
 
 clean:

@@ -6,8 +6,6 @@ per optimizer step, so that a killed process loses at most a torn last line. The
 every few steps}. Beside it lies a file of events, of the same name with `.events`: the digests of the state at each
 save and right after each restore, which tell what a restore did not bring back.
 
-Of a registered object with `in_ledger = False` there are none: its state differs between equal runs (paths, times).
-
 The digests also cover what the script did not register but coverage.py finds: a proof names what was forgotten.
 """
 
@@ -48,7 +46,6 @@ class Ledger:
         self._world_size = world_size
         self._objects = dict(objects)
         self._state = state
-        self._left_out = [name for name, value in objects.items() if not getattr(value, "in_ledger", True)]
         self._found: list[Uncovered] = []
         self._looks = 2  # objects that are made after the restore are found at the first step
         path = directory / f"rank-{rank:05d}-g{generation:04d}-{os.getpid()}.jsonl"
@@ -106,8 +103,6 @@ class Ledger:
 
     def _digests(self, *, accumulating: bool) -> dict[str, str]:
         digests = self._state.digests(accumulating=accumulating)
-        for name in self._left_out:
-            del digests[name]
         if self._found:
             # Beside the registered objects, since an optimizer's parameters are named after their module's.
             every = State({**self._objects, **{_key(item): item.value for item in self._found}}).digests()

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import unbroken
-from integrations.lightning_runs import Noisy, Stream, digest_of
+from integrations.lightning_jobs import Noisy, Stream, digest_of
 from unbroken.integrations.fabric import checkpointer
 
 
@@ -105,7 +105,7 @@ def run(directory, script, until, *, rank=0, world=1, saved_in_window=False):
                     scheduler.step()
                 ckpt.step(loss=loss)
                 steps[ckpt.global_step], batches = batches, []
-                epochs[ckpt.global_step] = loader.epoch
+                epochs[ckpt.global_step] = loader._dataloader.epoch
                 if ckpt.global_step >= until:
                     break
     return Told(steps, epochs, digest_of(model), begun_at)

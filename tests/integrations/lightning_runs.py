@@ -1,278 +1,158 @@
-"""A small job of Lightning's Trainer in every shape that the tests need, and what a run of it tells."""
+"""One run of a Lightning Trainer that may be broken off, for tests on one rank and on several."""
 
-import hashlib
+from __future__ import annotations
+
 import os
-from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
-import lightning as L
+import lightning
 import torch
-import torchmetrics
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import unbroken
 from unbroken.integrations.lightning import UnbrokenCheckpoint
+from unbroken.state.registry import State
 
 SAMPLES = 46
 
 
-class Killed(BaseException):
-    """Stands for a SIGKILL: nothing is saved on the way out."""
+class BrokenOff(Exception):
+    """What ends a run in the middle."""
 
 
-class Noisy(Dataset):
-    """Rows with random augmentation."""
+class Numbers(Dataset):
+    """Vectors that are another in each epoch, with their number."""
 
-    def __len__(self):
-        return SAMPLES
+    def __init__(self, length: int = SAMPLES) -> None:
+        self.length = length
 
-    def __getitem__(self, index):
-        return torch.randn(8) * 0.01 + index / SAMPLES, torch.tensor(float(index % 3)), index
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((4,), index / self.length) + 0.1 * torch.randn(4), index
 
 
 class Stream(IterableDataset):
-    """The same without a length, dealt to ranks and workers."""
+    """The same, one after another, without a length."""
 
     def __iter__(self):
-        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        worker = torch.utils.data.get_worker_info()
-        part, parts = (worker.id, worker.num_workers) if worker else (0, 1)
-        for index in range(SAMPLES // world):
-            if index % parts == part:
-                yield torch.randn(8) * 0.01 + index / SAMPLES, torch.tensor(float(index % 3)), index * world + rank
+        numbers = Numbers()
+        return (numbers[index] for index in range(SAMPLES))
 
 
-class Model(L.LightningModule):
-    def __init__(self, job):
+class Net(lightning.LightningModule):
+    """Dropout, a running mean, a scheduler that waits for a metric, a number that hooks keep."""
+
+    def __init__(self, manual: bool = False) -> None:
         super().__init__()
-        self.job = job
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), *job.norm(16), nn.Linear(16, 1))
-        self.batches = {}
-        self.error = torchmetrics.MeanSquaredError()
+        self.norm, self.drop, self.head = nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1)
+        self.other = nn.Linear(4, 1)
+        self.automatic_optimization = not manual
+        self.seen: list[list[int]] = []
+        self.validated: list[tuple[int, float]] = []
+        self.kept = 0
 
-    def configure_model(self):
-        if self.job.sharded and self.trainer.world_size > 1:
-            mesh = self.device_mesh["data_parallel"]
-            fully_shard(self.net[0], mesh=mesh)
-            fully_shard(self.net, mesh=mesh)
-
-    def error_of(self, batch):
-        return self.net(batch[0]).squeeze(-1) - batch[1]
+    def loss_of(self, head, batch):
+        x, index = batch
+        return (head(self.drop(self.norm(x))).squeeze(1) - index / SAMPLES).square().mean()
 
     def training_step(self, batch, batch_idx):
-        loss = self.error_of(batch).square().mean()
-        self.batches[self.trainer.fit_loop.total_batch_idx] = (batch[2].tolist(), loss.item().hex())
-        self.error.update(self.net(batch[0]).squeeze(-1).detach(), batch[1])
-        self.log("error", self.error, on_step=False, on_epoch=True)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+        self.seen.append(batch[1].tolist())
+        self.kept += 1
+        if self.automatic_optimization:
+            loss = self.loss_of(self.head, batch) + 0 * sum(p.sum() for p in self.other.parameters())
+            self.log("loss", loss)
+            return loss
+        for optimizer, head in zip(self.optimizers(), (self.head, self.other), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss_of(head, batch))
+            optimizer.step()
+        return None
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.error_of(batch).square().mean() + 0.01 * torch.rand(()), sync_dist=True)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
-        if self.job.plateau:
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-            return [optimizer], [{"scheduler": scheduler, "monitor": "val_loss", "interval": "epoch"}]
-        steps = self.trainer.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    def train_dataloader(self):
-        if self.job.stream:
-            return DataLoader(Stream(), self.job.batch_size, num_workers=self.job.workers)
-        loader = DataLoader(Noisy(), self.job.batch_size, shuffle=True, num_workers=self.job.workers)
-        return unbroken.resumable(loader) if self.job.resumable_already else loader
-
-    def val_dataloader(self):
-        return DataLoader(Noisy(), 8)
-
-
-class TwoOptimizers(Model):
-    """Manual optimization: one optimizer each batch, another each second one."""
-
-    def __init__(self, job):
-        super().__init__(job)
-        self.automatic_optimization = False
-        self.other = nn.Linear(8, 1)
-        self.mean = torchmetrics.MeanMetric()
-
-    def training_step(self, batch, batch_idx):
-        first, second = self.optimizers()
-        loss = self.error_of(batch).square().mean()
-        first.zero_grad()
-        self.manual_backward(loss)
-        first.step()
-        if batch_idx % 2:
-            second.zero_grad()
-            self.manual_backward(self.other(batch[0]).square().mean())
-            second.step()
-        self.batches[self.trainer.fit_loop.total_batch_idx] = (batch[2].tolist(), loss.item().hex())
-        self.mean.update(loss.detach())
-        self.log("mean", self.mean, on_step=True, on_epoch=True)
-        self.log("most", loss, reduce_fx="max", on_step=False, on_epoch=True)
-        return {"loss": loss, "more": 1}
-
-    def configure_optimizers(self):
-        first = torch.optim.Adam(self.net.parameters(), 1e-2)
-        return first, torch.optim.SGD(self.other.parameters(), 1e-2, momentum=0.9)
+        loss = self.loss_of(self.head, batch)
+        self.log("val", loss, sync_dist=True)
+        if batch_idx == 0 and not self.trainer.sanity_checking:
+            self.validated.append((self.trainer.global_step, loss.item()))
 
     def on_save_checkpoint(self, checkpoint):
-        checkpoint["mine"] = sorted(checkpoint["state_dict"])[0], self.trainer.global_step
+        checkpoint["kept"] = self.kept
 
     def on_load_checkpoint(self, checkpoint):
-        assert checkpoint["mine"] == (sorted(checkpoint["state_dict"])[0], self.trainer.global_step)
+        self.kept = checkpoint["kept"]
+
+    def configure_optimizers(self):
+        if not self.automatic_optimization:
+            return [torch.optim.Adam(self.head.parameters(), 0.01), torch.optim.SGD(self.other.parameters(), 0.01)]
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val", "strict": False}}
 
 
-class TwoLoaders(Model):
-    """A long and a short loader, which goes round."""
+class BreakOff(Callback):
+    """Raises before the batch after so many."""
 
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch["long"], batch_idx) + batch["short"][0].mean() * self.net[0].weight.mean()
+    def __init__(self, at: int | None) -> None:
+        self.at = at
 
-    def train_dataloader(self):
-        short = DataLoader(TensorDataset(torch.arange(10.0)), 4, shuffle=True)
-        return {"long": DataLoader(Noisy(), self.job.batch_size, shuffle=True), "short": short}
-
-
-class Log(DummyLogger):
-    """What a logger is told, by step."""
-
-    def __init__(self):
-        super().__init__()
-        self.told = []
-
-    def log_metrics(self, metrics, step):
-        self.told.append((step, sorted(metrics.items())))
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.fit_loop.epoch_loop.batch_progress.total.completed == self.at:
+            raise BrokenOff
 
 
-class Killer(L.Callback):
-    """Ends the job before a batch, or at the end of an epoch, before other hooks."""
-
-    def __init__(self, batch, epoch_end, restarted):
-        self.batch, self.epoch_end, self.restarted = batch, epoch_end, restarted
-
-    def on_train_start(self, trainer, pl_module):
-        if self.restarted:
-            torch.rand(3)  # hooks of the start may draw: the next batch must not notice
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.fit_loop.total_batch_idx == self.batch:
-            raise Killed
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.current_epoch == self.epoch_end:
-            raise Killed
-
-
-@dataclass
-class Job:
-    """A kind of job."""
-
-    model: str = "Model"
-    batch_size: int = 4
-    every: int | None = 1
-    workers: int = 0
-    stream: bool = False
-    plateau: bool = False
-    average: bool = False
-    doubling: bool = False
-    sharded: bool = False
-    batch_norm: bool = True
-    patience: int = 100
-    resumable_already: bool = False
-    trainer: dict = field(default_factory=dict)
-
-    def norm(self, width):
-        return [nn.BatchNorm1d(width)] if self.batch_norm else []
-
-
-@dataclass
-class Told:
-    """What a run told; a killed one, up to there."""
-
-    batches: dict
-    """Samples and loss, by batch counted over all epochs."""
-    log: list
-    weights: str = ""
-    metrics: dict = field(default_factory=dict)
-    place: tuple = ()
-    """`global_step`, `current_epoch`, learning rates, and what early stopping counts."""
-
-
-def run(directory, job, *, batch=None, epoch_end=None, rank=0, world=1, keep=None, callbacks=()):
-    """Train to the end, or to where it is killed."""
-    L.seed_everything(7, verbose=False)
-    model, log = globals()[job.model](job), Log()
-    stopping = EarlyStopping("val_loss", patience=job.patience)
-    own = [Killer(batch, epoch_end, Path(directory).exists()), stopping, *callbacks]
-    own += [EMAWeightAveraging(decay=0.9)] if job.average else []
-    own += [GradientAccumulationScheduler({1: 2})] if job.doubling else []
-    every = None if job.every is None else unbroken.Every(steps=job.every)
-    options = {"max_epochs": 3, "accumulate_grad_batches": 1 if job.doubling else 2, "val_check_interval": 3}
-    strategy = "auto"
+def train(
+    rank: int, world: int, out: str, settings: dict[str, Any], broken_at: int | None = None, every: int = 2
+) -> dict[str, Any]:
+    """Train to the end, or until so many batches are done. What there is to compare then."""
+    settings = dict(settings)
+    manual, stream, workers = (settings.pop(name, 0) for name in ("manual", "stream", "workers"))
+    stopping = settings.pop("stopping", None)
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     if world > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": "1"}
-        os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
-        options["plugins"] = [TorchElasticEnvironment()]
-        strategy = ModelParallelStrategy(world, 1) if job.sharded else DDPStrategy()
-    else:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)
-    trainer = L.Trainer(
+        os.environ.update({name: str(value) for name, value in environment.items()})
+        os.environ.update(MASTER_PORT="1", TORCHELASTIC_RUN_ID="tests", GROUP_RANK="0")
+    lightning.seed_everything(3, verbose=False)
+    module = Net(bool(manual))
+    callbacks: list[Callback] = [BreakOff(broken_at)]
+    if stopping:
+        callbacks.append(EarlyStopping("val", min_delta=10.0, patience=stopping))
+    callbacks.append(
+        UnbrokenCheckpoint(
+            f"{out}/run", every=unbroken.Every(steps=every) if every else None, keep=None, on_error="raise"
+        )
+    )
+    trainer = lightning.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=strategy,
-        callbacks=[UnbrokenCheckpoint(directory, every=every, keep=keep, on_error="raise"), *own],
-        logger=log,
-        log_every_n_steps=1,
+        strategy=DDPStrategy(find_unused_parameters=False) if world > 1 else "auto",
+        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=False,
-        **{**options, **job.trainer},
+        callbacks=callbacks,
+        **{"max_epochs": 3, "enable_checkpointing": False, **settings},
     )
+    data = Stream() if stream else Numbers()
+    loader = DataLoader(data, 4, shuffle=not stream, num_workers=workers)
     try:
-        trainer.fit(model)
-    except Killed:
-        return Told(model.batches, log.told)
-    metrics = {name: value.item().hex() for name, value in trainer.callback_metrics.items()}
-    rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    place = (trainer.global_step, trainer.current_epoch, rates, stopping.wait_count, stopping.best_score.item())
-    return Told(model.batches, log.told, digest_of(model), metrics, place)
-
-
-def digest_of(model):
-    """SHA-256 over all weights and buffers."""
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        digest.update(name.encode() + whole.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def on_rank(rank, world, directory, job, batch=None, epoch_end=None):
-    """The same as one rank of several."""
-    return run(directory, job, batch=batch, epoch_end=epoch_end, rank=rank, world=world)
-
-
-def joined(killed, resumed):
-    """The batches of a run in two parts; fails if the second part did one again in another way."""
-    for number in killed.batches.keys() & resumed.batches.keys():
-        assert killed.batches[number] == resumed.batches[number], f"batch {number}"
-    return killed.batches | resumed.batches
-
-
-def assert_same(killed, resumed, straight):
-    """A killed and resumed run equals one that was left alone."""
-    assert joined(killed, resumed) == straight.batches
-    assert (resumed.weights, resumed.place) == (straight.weights, straight.place)
-    assert resumed.metrics == straight.metrics
-    first = resumed.log[0][0] if resumed.log else None
-    assert resumed.log == straight.log[len(straight.log) - len(resumed.log) :], f"logs differ from step {first} on"
+        trainer.fit(module, loader, DataLoader(Numbers(8), 4))
+    except BrokenOff:
+        return {"seen": module.seen}
+    finally:
+        for name in (*environment, "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK"):
+            os.environ.pop(name, None)
+    return {
+        "seen": module.seen,
+        "validated": module.validated,
+        "weights": State({"model": module}).digests()["model"],
+        "optimizers": [
+            State({"model": module, "optimizer": each}).digests()["optimizer"] for each in trainer.optimizers
+        ],
+        "rate": [group["lr"] for each in trainer.optimizers for group in each.param_groups],
+        "steps": (trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop._batches_that_stepped),
+        "kept": module.kept,
+        "random": torch.get_rng_state().sum().item(),
+    }

@@ -1,235 +1,91 @@
-"""Lightning's Trainer with `UnbrokenCheckpoint`: killed and resumed, it equals a run that was left alone."""
+"""Lightning's Trainer: broken off anywhere and started again, it ends as if it had not been."""
 
 import pytest
 
-pytest.importorskip("lightning")
+from integrations.lightning_runs import train
 
-import lightning as L
-import torch
-from torch.utils.data import DataLoader
-
-import unbroken
-from integrations.lightning_runs import Job, Model, assert_same, run
-from processes import Raised
-from unbroken.errors import UsageError
-from unbroken.integrations.lightning import UnbrokenCheckpoint, private
-
-RUNS = "integrations.lightning_runs:on_rank"
-CHEAP = {"max_epochs": 2}
-
-JOBS = {
-    "plain": (Job(), {"batch": 15}),
-    "in a window": (Job(every=2), {"batch": 18}),
-    "at an epoch's last batch": (Job(), {"epoch_end": 0}),
-    "before an epoch's first batch": (Job(), {"batch": 12}),
-    "plateau at an epoch's end": (Job(plateau=True, trainer={"val_check_interval": 1.0}), {"epoch_end": 1}),
-    "max_steps": (Job(trainer={"max_steps": 9, "max_epochs": -1}), {"batch": 14}),
-    "part of an epoch": (Job(trainer={"limit_train_batches": 7}), {"batch": 7}),
-    "bf16": (Job(trainer={"precision": "bf16-mixed", **CHEAP}), {"batch": 9}),
-    "a stream": (Job(stream=True, trainer={"max_steps": 14, "max_epochs": -1}), {"batch": 15}),
-    "a stream, at its end": (
-        Job(stream=True, trainer={"max_steps": 14, "max_epochs": -1, "val_check_interval": 1.0}),
-        {"epoch_end": 0},
-    ),
-    "two optimizers": (Job("TwoOptimizers", trainer={"accumulate_grad_batches": 1}), {"batch": 17}),
-    "two loaders": (Job("TwoLoaders"), {"batch": 9}),
-    "an average of weights": (Job(average=True), {"batch": 15}),
-    "windows that grow": (Job(doubling=True), {"batch": 17}),
-    "early stopping": (Job(patience=2), {"batch": 6}),
-    "resumable already": (Job(resumable_already=True, trainer=CHEAP), {"batch": 9}),
+SETTINGS = {
+    "as it comes": {},
+    "accumulation, validation within epochs": {"accumulate_grad_batches": 2, "val_check_interval": 5},
+    "max_steps in the middle of an epoch": {"max_steps": 20, "max_epochs": -1, "workers": 1},
+    "no validation": {"limit_val_batches": 0},
+    "own checkpoints": {"enable_checkpointing": True},
+    "bf16": {"precision": "bf16-mixed"},
+    "a stream without a length": {"stream": True},
+    "several optimizers, by hand": {"manual": True},
 }
+CASE = "integrations.lightning_runs:train"
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_a_killed_run_equals_one_that_was_left_alone(tmp_path, name):
-    job, killed_at = JOBS[name]
-    straight = run(tmp_path / "straight", job)
-    killed = run(tmp_path / "run", job, **killed_at)
-    assert killed.batches and not killed.weights, "nothing was killed"
-    resumed = run(tmp_path / "run", job)
-    assert resumed.batches.keys() < straight.batches.keys(), "nothing was resumed"
-    assert_same(killed, resumed, straight)
+def alone(out, settings, **more):
+    settings = {"default_root_dir": str(out), **settings}
+    return train(0, 1, str(out), settings, **more)
+
+
+def same(broken, whole):
+    """What each process saw for itself is the end of what the whole run saw."""
+    differing = [key for key in whole if key not in ("seen", "validated") and broken[key] != whole[key]]
+    assert not differing, {key: (broken[key], whole[key]) for key in differing}
+    for key in ("seen", "validated"):
+        assert broken[key] == whole[key][len(whole[key]) - len(broken[key]) :], key
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_broken_off_and_started_again_it_ends_the_same(tmp_path, name):
+    whole = alone(tmp_path / "whole", SETTINGS[name])
+    # Of 12 batches an epoch: within one, at its end, and after its beginning.
+    for batches in (5, 12, 14) if "workers" in SETTINGS[name] else (5, 11, 12, 13, 24):
+        alone(tmp_path / "broken", SETTINGS[name], broken_at=batches, every=1)
+    same(alone(tmp_path / "broken", SETTINGS[name], every=1), whole)
 
 
 def test_saving_at_every_step_equals_never_saving(tmp_path):
-    often, never = run(tmp_path / "often", Job(every=1)), run(tmp_path / "never", Job(every=None))
-    assert often == never
+    same(alone(tmp_path / "often", {}, every=1), alone(tmp_path / "never", {}, every=0))
 
 
-def test_a_finished_run_trains_no_more(tmp_path):
-    job = Job(every=7, trainer=CHEAP)
-    finished = run(tmp_path, job)
-    again = run(tmp_path, job)
-    assert again.batches == {}
-    assert (again.weights, again.place, again.metrics) == (finished.weights, finished.place, finished.metrics)
+def test_a_finished_run_does_nothing_more(tmp_path):
+    whole = alone(tmp_path, {}, every=1)
+    again = alone(tmp_path, {}, every=1)
+    assert again["seen"] == []
+    assert (again["weights"], again["rate"]) == (whole["weights"], whole["rate"])
 
 
-def test_workers_give_the_same_randomness(tmp_path):
-    job = Job(workers=2, trainer={"max_epochs": 2, "limit_val_batches": 1})
-    straight = run(tmp_path / "straight", job)
-    killed = run(tmp_path / "run", job, batch=9)
-    assert_same(killed, run(tmp_path / "run", job), straight)
+def test_early_stopping_goes_on_counting(tmp_path):
+    settings = {"stopping": 3, "max_epochs": 9}
+    whole = alone(tmp_path / "whole", settings)
+    assert whole["steps"][1] == 4
+    for batches in (13, 25, 37):
+        alone(tmp_path / "broken", settings, broken_at=batches, every=1)
+    same(alone(tmp_path / "broken", settings, every=1), whole)
 
 
-class SaveAt(L.Callback):
-    """Asks for a save in a batch."""
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.fit_loop.total_batch_idx == self.batch:
-            next(one for one in trainer.callbacks if isinstance(one, UnbrokenCheckpoint)).save()
-
-
-def test_half_a_window_is_saved_by_hand_and_goes_on(tmp_path):
-    job = Job(every=None, trainer=CHEAP | {"accumulate_grad_batches": 3})
-    straight = run(tmp_path / "straight", job)
-    killed = run(tmp_path / "run", job, batch=9, callbacks=[SaveAt(7)])
-    resumed = run(tmp_path / "run", job)
-    assert min(resumed.batches) == 8, "batches 6 and 7 of the window 6, 7, 8 are in the checkpoint"
-    assert_same(killed, resumed, straight)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_are_broken_off_end_the_same(ranks, tmp_path, world):
+    settings = {"accumulate_grad_batches": 2, "default_root_dir": str(tmp_path)}
+    whole = ranks.run_all_well(CASE, world, str(tmp_path / "whole"), settings)
+    for batches in (3, 6):
+        ranks.run_all_well(CASE, world, str(tmp_path / "broken"), settings, batches, 1)
+    broken = ranks.run_all_well(CASE, world, str(tmp_path / "broken"), settings, None, 1)
+    for one, other in zip(broken, whole, strict=True):
+        same(one, other)
 
 
-@pytest.mark.parametrize(
-    ("job", "killed_at"),
-    [
-        (Job(trainer={"val_check_interval": 2}), {"batch": 9}),
-        (Job(trainer={"val_check_interval": 1.0}), {"epoch_end": 0}),
-        (Job(sharded=True, batch_norm=False, trainer=CHEAP), {"batch": 7}),
-    ],
-    ids=["ddp", "ddp at an epoch's end", "fsdp2"],
-)
-def test_two_ranks_resume_bit_for_bit(ranks, tmp_path, job, killed_at):
-    straight = ranks.run_all_well(RUNS, 2, str(tmp_path / "straight"), job)
-    killed = ranks.run_all_well(
-        RUNS, 2, str(tmp_path / "run"), job, *(killed_at.get(k) for k in ("batch", "epoch_end"))
-    )
-    resumed = ranks.run_all_well(RUNS, 2, str(tmp_path / "run"), job)
-    for each in zip(killed, resumed, straight, strict=True):
-        assert min(each[1].batches) > 0, "nothing was resumed"
-        assert_same(*each)
+def test_each_sample_comes_once_whatever_the_number_of_ranks(ranks, tmp_path):
+    """2 ranks, then 1, then 2, within an epoch; the global batch stays 8."""
+    settings = {"limit_val_batches": 0, "max_epochs": 2, "default_root_dir": str(tmp_path)}
+    whole = ranks.run_all_well(CASE, 2, str(tmp_path / "whole"), settings)
+    expected = global_batches(whole)
+    assert len(expected) == 12
+    begin = 0
+    for world, batches in ((2, 3), (1, 5), (2, None)):
+        part = global_batches(ranks.run_all_well(CASE, world, str(tmp_path / "broken"), settings, batches, 1))
+        begin = next(at for at in range(begin + 1) if expected[at] == part[0])
+        assert part == expected[begin : begin + len(part)]
+        begin += len(part)
+    assert begin == 12
 
 
-def samples_of(*runs):
-    """Samples by batch, over all ranks."""
-    return {
-        number: sorted(sample for one in runs for sample in one.batches[number][0])
-        for number in sorted(set.intersection(*(set(one.batches) for one in runs)))
-    }
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
-def test_a_rank_goes_and_comes_back_in_the_middle_of_an_epoch(ranks, tmp_path, sharded):
-    job = Job(batch_norm=False, sharded=sharded, trainer=CHEAP | {"accumulate_grad_batches": 1})
-    straight = samples_of(*ranks.run_all_well(RUNS, 2, str(tmp_path / "straight"), job))
-    seen = samples_of(*ranks.run_all_well(RUNS, 2, str(tmp_path / "run"), job, 2))
-    seen |= samples_of(*ranks.run_all_well(RUNS, 1, str(tmp_path / "run"), job, 4))
-    last = ranks.run_all_well(RUNS, 2, str(tmp_path / "run"), job)
-    seen |= samples_of(*last)
-    assert seen == straight
-    first_epoch = [sample for number in range(6) for sample in seen[number]]
-    assert sorted(first_epoch) == list(range(46)), "each sample once"
-    assert last[0].place[0] == 12 and len({one.weights for one in last}) == 1
-
-
-def trainer_with(tmp_path, *callbacks, **options):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
-    own = UnbrokenCheckpoint(tmp_path / "run", every=unbroken.Every(steps=1))
-    return L.Trainer(accelerator="cpu", callbacks=[own, *callbacks], enable_model_summary=False, **{**quiet, **options})
-
-
-class Lazy(Model):
-    def training_step(self, dataloader_iter):
-        raise AssertionError("never reached")
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "options", "fit", "told"),
-    [
-        ([], {"reload_dataloaders_every_n_epochs": 1}, {}, "reload_dataloaders_every_n_epochs"),
-        ([L.pytorch.callbacks.StochasticWeightAveraging(1e-2)], {}, {}, "use WeightAveraging"),
-        ([L.pytorch.callbacks.BackboneFinetuning()], {}, {}, "BaseFinetuning"),
-        ([L.pytorch.callbacks.LearningRateFinder()], {}, {}, "run Tuner"),
-        ([UnbrokenCheckpoint("elsewhere")], {}, {}, "one UnbrokenCheckpoint"),
-        ([], {}, {"train_dataloaders": [torch.ones(2)]}, "give torch DataLoaders"),
-    ],
-)
-def test_what_cannot_be_resumed_exactly_is_refused_by_name(tmp_path, callbacks, options, fit, told):
-    trainer = trainer_with(tmp_path, *callbacks, **options)
-    with pytest.raises(UsageError, match=told):
-        trainer.fit(Model(Job()), **fit)
-
-
-def test_a_checkpoint_of_lightnings_is_not_resumed(tmp_path):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    theirs = L.Trainer(accelerator="cpu", max_steps=1, enable_model_summary=False, **quiet)
-    theirs.fit(Model(Job()))
-    theirs.save_checkpoint(tmp_path / "last.ckpt")
-    with pytest.raises(UsageError, match=r"fit\(ckpt_path=…\): leave it out"):
-        trainer_with(tmp_path).fit(Model(Job()), ckpt_path=tmp_path / "last.ckpt")
-
-
-def test_a_training_step_that_fetches_ahead_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="dataloader_iter"):
-        trainer_with(tmp_path).fit(Lazy(Job()))
-
-
-def test_a_time_between_validations_is_told(tmp_path, caplog):
-    trainer_with(tmp_path, val_check_interval="00:01:00:00", max_steps=1).fit(Model(Job()))
-    assert "val_check_interval is a time" in caplog.text
-
-
-def test_lightnings_own_checkpoints_go_on_beside(tmp_path):
-    own = L.pytorch.callbacks.ModelCheckpoint(tmp_path / "own", monitor="val_loss", save_last=True)
-    trainer = trainer_with(tmp_path, own, enable_checkpointing=True, max_epochs=2)
-    model = Model(Job())
-    trainer.fit(model)
-    assert own.best_model_path and (tmp_path / "own" / "last.ckpt").exists()
-    (tested,) = trainer.validate(model, ckpt_path="best", verbose=False)
-    assert tested["val_loss"] > 0
-    again = L.pytorch.callbacks.ModelCheckpoint(tmp_path / "own", monitor="val_loss", save_last=True)
-    trainer_with(tmp_path, again, enable_checkpointing=True, max_epochs=2).fit(Model(Job()))
-    assert again.best_model_score == own.best_model_score
-
-
-def test_a_trainer_is_given_back_as_it_was(tmp_path):
-    trainer = trainer_with(tmp_path, max_steps=1)
-    kinds = type(trainer.fit_loop), type(trainer.fit_loop.epoch_loop)
-    trainer.fit(Model(Job()))
-    assert (type(trainer.fit_loop), type(trainer.fit_loop.epoch_loop)) == kinds
-    assert "_prepare_dataloader" not in vars(trainer._data_connector)
-
-
-def test_fast_dev_run_leaves_no_checkpoint(tmp_path):
-    trainer_with(tmp_path, fast_dev_run=True).fit(Model(Job()))
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_private_names_are_as_lightning_has_them():
-    private.check(L.Trainer(accelerator="cpu", logger=False))
-
-
-def test_another_lightning_is_refused_by_the_name_that_it_lacks(monkeypatch):
-    trainer = L.Trainer(accelerator="cpu", logger=False)
-    monkeypatch.delattr(trainer, "_logger_connector")
-    with pytest.raises(UsageError, match=r"Trainer\._logger_connector\._progress_bar_metrics is not as unbroken knows"):
-        private.check(trainer)
-    monkeypatch.setitem(private.NAMES, "lightning.pytorch.loops.fit_loop:_FitLoop", ("gone",))
-    with pytest.raises(UsageError, match=r"_FitLoop\.gone .* or install lightning 2\.6\.6"):
-        private.check(trainer)
-
-
-def test_a_state_of_the_users_is_saved_too_and_may_not_hide_ours(tmp_path):
-    generator = torch.Generator().manual_seed(3)
-    own = UnbrokenCheckpoint(tmp_path / "run", every=unbroken.Every(steps=1), state={"model": generator})
-    trainer = L.Trainer(accelerator="cpu", callbacks=[own], logger=False, enable_checkpointing=False, max_steps=1)
-    with pytest.raises(UsageError, match="the Trainer's own model is saved by that name"):
-        trainer.fit(Model(Job()), DataLoader([0]))
-
-
-def test_ranks_that_lack_a_divisor_are_told(ranks, tmp_path):
-    job = Job(batch_norm=False, batch_size=5, trainer=CHEAP)
-    ranks.run_all_well(RUNS, 1, str(tmp_path), job, 7)
-    for result in ranks.run(RUNS, 2, str(tmp_path), job):
-        assert isinstance(result, Raised) and result.kind == "StateMismatch" and "cannot be divided" in result.text
+def global_batches(results):
+    """By step: the samples of all ranks."""
+    by_step = zip(*(rank["seen"] for rank in results), strict=True)
+    return [sorted(sample for batch in batches for sample in batch) for batches in by_step]

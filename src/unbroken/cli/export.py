@@ -15,13 +15,14 @@ from unbroken.exchange.contents import Contents, choose_module, contents_of, nby
 from unbroken.exchange.dcp_files import export_dcp
 from unbroken.exchange.state_dicts import StateDicts, chosen_names, tensors_needed
 from unbroken.exchange.torch_files import export_torch
-from unbroken.exchange.weights import bytes_to_export, export_safetensors
+from unbroken.exchange.weights import bytes_to_export, configuration, export_safetensors
 
 
 class Format(enum.StrEnum):
     """What is written."""
 
     SAFETENSORS = "safetensors"
+    TRANSFORMERS = "transformers"
     TORCH = "torch"
     DCP = "dcp"
 
@@ -38,7 +39,7 @@ def export(
     rank: Annotated[int, typer.Option(help="Whose values to take where each rank had its own.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as safetensors, as a file of torch.save, or for torch.distributed.checkpoint.
+    """Write a checkpoint as safetensors, for Transformers, as a file of torch.save, or for DCP.
 
     \b
     Example:
@@ -48,6 +49,8 @@ def export(
     \b
     safetensors  one module's weights as OUT/model.safetensors, or in several
                  files with an index, by the names that Hugging Face reads
+    transformers the same with the model's config.json, for from_pretrained(OUT);
+                 for what was trained by integrations.transformers
     torch        OUT is a file of all state dicts: {"model": …, "optimizer": …};
                  torch.load(OUT, weights_only=True) reads it
     dcp          OUT is a directory that dcp.load reads, also into sharded models
@@ -66,8 +69,11 @@ def export(
     store, entry = address(checkpoint)
     assert entry.manifest is not None, "address takes none without"
     contents = contents_of(store, entry.directory, entry.manifest, rank)
-    if to is Format.SAFETENSORS:
+    if to in (Format.SAFETENSORS, Format.TRANSFORMERS):
+        config = configuration(contents) if to is Format.TRANSFORMERS else None
         result = _export_weights(contents, out, name or [], parse_size(max_shard_size))
+        if config is not None:
+            (out / "config.json").write_text(config)
     else:
         result = _export_state(contents, out, name, to)
     result = {"out": path_text(out), "format": str(to), "step": step_text(entry), **result, "notes": contents.notes}

@@ -19,9 +19,12 @@ from unbroken.exchange.contents import Contents, ModuleTensors, Progress, nbytes
 from unbroken.exchange.placing import new_directory
 from unbroken.image.header import FILE_METADATA, dtype_of, stored_form
 from unbroken.image.image import ImageLayout, TensorSpec, lay_out
+from unbroken.state.codec import decode
 from unbroken.state.draft import count_and_name
 
 INDEX = "model.safetensors.index.json"
+CONFIGURATION = "config"
+"""Registered name of a Transformers model's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +131,16 @@ def _index(names: list[str], shards: list[dict[str, str]], total: int) -> bytes:
     weight_map = {fqn: name for name, shard in zip(names, shards, strict=True) for fqn in shard}
     index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def configuration(contents: Contents) -> str:
+    """The text of `config.json`, as the integration for Transformers saves it. Raises UsageError if there is none."""
+    value = contents.saved.values.get(CONFIGURATION)
+    state = decode(value["state"], {}) if value is not None and value.get("kind") == "object" else {}
+    text = state.get("config.json") if isinstance(state, dict) else None
+    if not isinstance(text, str):
+        raise UsageError(
+            "the checkpoint has no configuration of a Transformers model (integrations.transformers saves one): "
+            "export --to safetensors, and put the model's config.json beside it"
+        )
+    return text

@@ -201,7 +201,8 @@ class State:
         """xxh3-64 of each part of the state as 16 hex digits: one per registered name, `rng`, and `gradients`.
 
         Equal exactly if names, dtypes, shapes, bytes and values are. `gradients` only while accumulating: what is left
-        of them between two steps is no part of the state. Copies tensors of other devices to the host.
+        of them between two steps is no part of the state. What tells the time (`tells_time` is true of it: log lines
+        with durations, say) is left out, since it is another in every run. Copies tensors of other devices to the host.
         """
         captured = self.capture(accumulating=accumulating)
         by_root: dict[str, dict[str, LiveTensor]] = {root: {} for root in captured.values}
@@ -209,6 +210,9 @@ class State:
             by_root[name.partition("/")[0]][name] = live
         if not accumulating:
             del by_root[gradients.ROOT]
+        for name, value in self._objects.items():
+            if getattr(value, "tells_time", False) is True:
+                del by_root[name]
         return {root: _digest(captured.values[root], tensors) for root, tensors in by_root.items()}
 
     def nbytes(self) -> int:

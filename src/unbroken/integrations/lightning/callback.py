@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils.data import RandomSampler
+
 from unbroken.checkpointer import Checkpointer
 from unbroken.errors import UsageError
+from unbroken.integrations.dealing import deal
 from unbroken.integrations.extras import needs
 from unbroken.integrations.lightning.private import AT_LEAST, check
+from unbroken.integrations.world import size_as_saved
 
 needs("lightning", "lightning", AT_LEAST)
 
 from lightning.pytorch.callbacks import Callback  # noqa: E402  # after the check, whose message says more
 from lightning.pytorch.trainer.states import RunningStage  # noqa: E402
-from torch.utils.data import RandomSampler  # noqa: E402
 
-from unbroken.integrations.fabric import dealt_alone  # noqa: E402
 from unbroken.integrations.lightning import loops  # noqa: E402
 from unbroken.integrations.lightning.loader import EpochLoader, epoch_loader, unwrapped  # noqa: E402
 from unbroken.integrations.lightning.metrics import Metrics  # noqa: E402
 from unbroken.integrations.lightning.progress import Files, Progress, averages  # noqa: E402
 from unbroken.integrations.lightning.settings import refuse, refuse_ckpt_path  # noqa: E402
-from unbroken.integrations.lightning.world import size_as_saved  # noqa: E402
 from unbroken.state.rng import undisturbed  # noqa: E402
 
 
@@ -107,11 +110,16 @@ class UnbrokenCheckpoint(Callback):
         if mode != RunningStage.TRAINING:
             return original(connector, dataloader, shuffle, mode)
         given = unwrapped(dataloader)
-        if self._trainer.world_size == 1 and self._trainer._accelerator_connector.use_distributed_sampler:
-            given = dealt_alone(given, (RandomSampler,))
+        if type(given.sampler) is RandomSampler and self._trainer.world_size == 1:
+            # Lightning leaves it alone; dealt to one rank, its order holds for several too.
+            seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+            given = (
+                deal(given, 0, 1, seed) if connector.trainer._accelerator_connector.use_distributed_sampler else given
+            )
         loader = epoch_loader(original(connector, given, shuffle, mode))
         self._loaders.append(loader)
-        size_as_saved(loader, f"loader.{len(self._loaders) - 1}", self._path, self._trainer.world_size)
+        for name in ("loader", "loader0") if len(self._loaders) == 1 else (f"loader{len(self._loaders) - 1}",):
+            size_as_saved(loader, self._path, self._trainer.world_size, name)
         return loader
 
     # What the loops ask.
@@ -177,11 +185,11 @@ class UnbrokenCheckpoint(Callback):
         parts: dict[str, object] = {"model": trainer.strategy.model, **averages(trainer)}
         parts |= _numbered("optimizer", trainer.optimizers)
         parts |= _numbered("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
-        parts |= {f"loader.{at}": loader for at, loader in enumerate(self._loaders)}
+        parts |= _numbered("loader", self._loaders)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         return {**parts, "scaler": scaler} if scaler is not None else parts
 
 
-def _numbered(name: str, objects: list[Any]) -> dict[str, object]:
+def _numbered(name: str, objects: Sequence[object]) -> dict[str, object]:
     """Objects by name; one alone without a number."""
-    return {name if len(objects) == 1 else f"{name}.{at}": value for at, value in enumerate(objects)}
+    return {name if len(objects) == 1 else f"{name}{at}": value for at, value in enumerate(objects)}

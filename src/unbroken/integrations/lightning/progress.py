@@ -102,7 +102,7 @@ class Progress:
 class Files:
     """The state of callbacks that says where files lie and how long things took: not equal in equal runs."""
 
-    in_ledger = False
+    tells_time = True
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -131,7 +131,7 @@ def averages(trainer: Any) -> dict[str, Any]:
     """Averaged models of callbacks, by a name to register them under."""
     found = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]
     models = [one._average_model for one in found if one._average_model is not None]
-    return {"average" if len(models) == 1 else f"average.{at}": model for at, model in enumerate(models)}
+    return {"average" if len(models) == 1 else f"average{at}": model for at, model in enumerate(models)}
 
 
 def _exact(trainer: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """The batch size of this start, where another number of ranks trained before.
 
-Lightning works out how many batches an epoch has before there is anything that could be restored. So the newest
-checkpoint is asked beforehand; the restore then checks what comes of it.
+Frameworks work out how many steps an epoch has, and with it the schedule of learning rates, before there is anything
+that could be restored. So the newest checkpoint is asked beforehand; the restore then checks what comes of it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from pathlib import Path
 
 from unbroken.candidates import candidates, find_tip
 from unbroken.directory import run_directory
-from unbroken.integrations.lightning.loader import EpochLoader
 from unbroken.state.codec import decode
+from unbroken.state.objects import Stateful
 from unbroken.store.local import LocalStore
 
 
-def size_as_saved(loader: EpochLoader, name: str, path: str | Path, world_size: int) -> None:
-    """Give a loader the batch size with which the global batch stays what it was."""
+def size_as_saved(loader: Stateful, path: str | Path, world_size: int, name: str = "loader") -> None:
+    """Give the loader the batch size with which the global batch stays what it was.
+
+    name  that it is registered by
+    """
     root = run_directory(path)
     if not root.is_dir():
         return

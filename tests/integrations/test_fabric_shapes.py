@@ -4,15 +4,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-import torch
-from lightning.fabric import Fabric
-from torch.utils.data import DataLoader
-
 from integrations.fabric_runs import Script, run
-from integrations.lightning_runs import Noisy
-from unbroken.errors import UsageError
-from unbroken.integrations import fabric as integration
-from unbroken.integrations.fabric import checkpointer
 
 RUNS = "integrations.fabric_runs:on_rank"
 STEPS = 14
@@ -83,44 +75,3 @@ def test_a_rank_goes_and_comes_back_in_the_middle_of_an_epoch(ranks, tmp_path):
         told |= samples_of(ranks.run_all_well(RUNS, world, str(tmp_path / "run"), script, until))
     assert told == straight
     assert sorted(sample for samples in told.values() for sample in samples) == list(range(46)), "each sample once"
-
-
-class Precision:
-    """Fabric's mixed precision on a GPU, as far as it is asked."""
-
-    scaler = torch.amp.GradScaler("cpu")
-
-
-def test_the_grad_scaler_is_saved_without_being_asked_for(tmp_path, monkeypatch):
-    fabric = Fabric(accelerator="cpu", devices=1)
-    monkeypatch.setattr(type(fabric.strategy), "precision", Precision())
-    model = torch.nn.Linear(1, 1)
-    first = checkpointer(fabric, tmp_path, {"model": model})
-    Precision.scaler.load_state_dict({**Precision.scaler.state_dict(), "scale": 4.0})
-    first.save()
-    first.close()
-    Precision.scaler = torch.amp.GradScaler("cpu")
-    with checkpointer(fabric, tmp_path, {"model": model}) as again:
-        again.restore()
-    assert Precision.scaler.get_scale() == 4.0
-    with pytest.raises(UsageError, match="use another name"):
-        checkpointer(fabric, tmp_path, {"model": model, "scaler": torch.amp.GradScaler("cpu")})
-
-
-def test_a_loader_that_was_set_up_may_be_given_twice_and_has_its_epoch(tmp_path):
-    fabric = Fabric(accelerator="cpu", devices=1)
-    loader = fabric.setup_dataloaders(DataLoader(Noisy(), 4))
-    assert checkpointer(fabric, tmp_path, {"loader": loader}) is not None
-    first = loader._dataloader
-    checkpointer(fabric, tmp_path, {"loader": loader})
-    assert loader._dataloader is first, "one loader has one position"
-    assert (loader.epoch, loader.batch_size, len(loader)) == (0, 4, 12)
-    list(loader)
-    assert loader.epoch == 1
-
-
-def test_another_fabric_is_refused_by_the_name_that_it_lacks(monkeypatch):
-    integration.check()
-    monkeypatch.setattr(integration, "NAMES", (*integration.NAMES, (integration.wrappers, "_Gone")))
-    with pytest.raises(UsageError, match=r"wrappers\._Gone is not as unbroken knows it from lightning 2\.6\.6"):
-        integration.check()

@@ -1,0 +1,165 @@
+"""What a Trainer knows of its run besides model, optimizer and data: counters, logs, metrics, its callbacks' state."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_callback import ExportableState
+
+log = logging.getLogger(__name__)
+
+_OF_THIS_START = frozenset(
+    {
+        "is_local_process_zero",
+        "is_world_process_zero",
+        "max_steps",
+        "num_train_epochs",
+        "logging_steps",
+        "eval_steps",
+        "save_steps",
+        "train_batch_size",
+        "trial_name",
+        "trial_params",
+        "is_hyper_param_search",
+        "stateful_callbacks",
+        "log_history",
+    }
+)
+"""Fields of TrainerState that follow from the arguments, or from who runs; and the log, which is saved by itself."""
+_SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
+"""Attributes of the Trainer, of which its log lines are made. `_tr_loss` is another, a tensor."""
+
+
+class Log:
+    """What the Trainer has logged, times included."""
+
+    tells_time = True
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """All lines."""
+        return {"lines": self._trainer.state.log_history}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after these lines."""
+        self._trainer.state.log_history = list(state["lines"])
+
+
+class Configuration:
+    """The model's configuration, for `unbroken export --to transformers`. What is loaded is left alone."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The text of `config.json`, if the model has one."""
+        config: Any = getattr(self._trainer.model, "config", None)
+        text = config.to_json_string() if hasattr(config, "to_json_string") else None
+        return {"config.json": text}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The model was made from the configuration of this start."""
+
+
+class Progress:
+    """The Trainer's own state. Registered with the Checkpointer; `apply` and `begin` put back what was loaded."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.epoch = 0
+        """The epoch under way; counted from 0."""
+        self.updates = 0
+        """Optimizer steps done in it."""
+        self.grad_norm: Any = None
+        """Of the newest step, as the Trainer logs it at the end of an epoch."""
+        self.learning_rate: Any = None
+        self._loaded: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, and the running sum of losses."""
+        if self._loaded is not None:  # the Trainer has not come to where it takes it all over
+            return dict(self._loaded)
+        trainer = self._trainer
+        fields = {field.name for field in dataclasses.fields(trainer.state)} - _OF_THIS_START
+        return {
+            "epoch": self.epoch,
+            "updates": self.updates,
+            "grad_norm": _number(self.grad_norm),
+            "learning_rate": _number(self.learning_rate),
+            "state": {name: getattr(trainer.state, name) for name in sorted(fields)},
+            "sums": {name: getattr(trainer, name) for name in _SUMS},
+            "loss": trainer._tr_loss.detach().clone(),
+            "callbacks": [(type(one).__name__, one.state()["attributes"]) for one in _exportable(trainer)],
+            "objects": [(type(one).__name__, one.state_dict()) for one in _stateful(trainer)],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state. The Trainer gets it in two parts, as it sets up its own."""
+        self._loaded = state
+
+    def apply(self) -> None:
+        """Put back what the Trainer has before training begins: counters, logs, metrics, callbacks."""
+        assert self._loaded is not None
+        loaded, trainer = self._loaded, self._trainer
+        self.epoch, self.updates = loaded["epoch"], loaded["updates"]
+        self.grad_norm, self.learning_rate = loaded["grad_norm"], loaded["learning_rate"]
+        for name, value in loaded["state"].items():
+            setattr(trainer.state, name, value)
+        best = trainer.state.best_model_checkpoint
+        if best is not None and not Path(best).is_dir():
+            log.warning("the best model's checkpoint %s is not there any more", best)
+            trainer.state.best_model_checkpoint = None
+        for one, attributes in _paired(_exportable(trainer), loaded["callbacks"]):
+            for name, value in attributes.items():
+                setattr(one, name, value)
+        for one, state in _paired(_stateful(trainer), loaded["objects"]):
+            one.load_state_dict(state)
+
+    def begin(self) -> None:
+        """Put back what the Trainer sets to nothing as training begins: the sums that its log lines are made of."""
+        if self._loaded is None:
+            return
+        for name, value in self._loaded["sums"].items():
+            setattr(self._trainer, name, value)
+        self._trainer._tr_loss = torch.as_tensor(self._loaded["loss"], device=self._trainer.args.device)
+        self._loaded = None
+
+
+def _exportable(trainer: Any) -> list[Any]:
+    """The Trainer's control, and callbacks with a state in Transformers' own form."""
+    return [one for one in (*trainer.callback_handler.callbacks, trainer.control) if isinstance(one, ExportableState)]
+
+
+def _stateful(trainer: Any) -> list[Any]:
+    """Callbacks with a state in torch's form."""
+    return [
+        one
+        for one in trainer.callback_handler.callbacks
+        if callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
+    ]
+
+
+def _paired(live: list[Any], saved: list[tuple[str, Any]]) -> list[tuple[Any, Any]]:
+    """Those of one class, in their order; what has no counterpart is told and left alone."""
+    left, pairs = list(saved), []
+    for one in live:
+        found = next((entry for entry in left if entry[0] == type(one).__name__), None)
+        if found is None:
+            log.warning("the checkpoint has no state of the callback %s: it begins anew", type(one).__name__)
+        else:
+            left.remove(found)
+            pairs.append((one, found[1]))
+    for name, _ in left:
+        log.warning("the checkpoint has a state of a callback %s, and there is none", name)
+    return pairs
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

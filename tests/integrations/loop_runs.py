@@ -1,0 +1,164 @@
+"""Loops with Accelerate and with Fabric that may be broken off, for tests on one rank and on several."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import unbroken
+from integrations.lightning_runs import Numbers, Stream
+from unbroken.state.registry import State
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch[0]).squeeze(1) - batch[1] / 46).square().mean()
+
+
+class Counted:
+    """What a user registers with Accelerate."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state):
+        self.batches = state["batches"]
+
+
+def accelerate(
+    rank: int, world: int, out: str, settings: dict[str, Any], broken_at: int | None = None, every: int = 1
+) -> dict[str, Any]:
+    """Three epochs with an evaluation after each, or until so many steps are done."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import set_seed
+
+    from unbroken.integrations.accelerate import checkpointer
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._shared_state.clear()
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": 1}
+    if world > 1:
+        os.environ.update({name: str(value) for name, value in environment.items()})
+    try:
+        accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=settings.get("accumulate", 2),
+            mixed_precision=settings.get("precision", "no"),
+            dataloader_config=DataLoaderConfiguration(**settings.get("loader", {})),
+            step_scheduler_with_optimizer=settings.get("paced", True),
+            rng_types=settings.get("rng_types"),
+        )
+    finally:
+        for name in environment:
+            os.environ.pop(name, None)
+    set_seed(5)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    stream = settings.get("stream", False)
+    loader = DataLoader(Stream() if stream else Numbers(), 4, shuffle=not stream)
+    model, optimizer, loader, held_out, scheduler = accelerator.prepare(
+        model, optimizer, loader, DataLoader(Numbers(8), 4), scheduler
+    )
+    counted = Counted()
+    accelerator.register_for_checkpointing(counted)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    if settings.get("all_loaders"):
+        state["held_out"] = held_out
+    ckpt = checkpointer(
+        accelerator, f"{out}/run", state, every=unbroken.Every(steps=every) if every else None, keep=None
+    )
+    ckpt.restore()
+    seen, evaluated, epochs = [], [], settings.get("epochs", 3)
+    total = settings.get("steps") or -(-len(loader) // settings.get("accumulate", 2)) * epochs
+    while ckpt.global_step < total:
+        for batch in loader:
+            if ckpt.global_step == broken_at:
+                return {"seen": seen}  # without closing: nothing is waited for
+            seen.append(batch[1].tolist())
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            counted.batches += 1
+            ckpt.step()
+            if ckpt.global_step == total:
+                break
+        with torch.no_grad():
+            evaluated += [loss_of(model, batch).item() for batch in held_out]
+    ckpt.close()
+    weights = State({"model": model, "optimizer": optimizer.optimizer}).digests()
+    return {
+        "seen": seen,
+        "evaluated": evaluated,
+        "weights": (weights["model"], weights["optimizer"]),
+        "rate": scheduler.get_last_lr(),
+        "counted": counted.batches,
+        "iteration": loader.iteration,
+        "random": torch.get_rng_state().sum().item(),
+    }
+
+
+def fabric(
+    rank: int, world: int, out: str, settings: dict[str, Any], broken_at: int | None = None, every: int = 1
+) -> dict[str, Any]:
+    """The same with Fabric."""
+    import lightning
+    from lightning.fabric.strategies import DDPStrategy
+
+    from unbroken.integrations.fabric import checkpointer
+
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 1}
+    if world > 1:
+        os.environ.update({name: str(value) for name, value in environment.items()})
+        os.environ.update(TORCHELASTIC_RUN_ID="tests", GROUP_RANK="0")
+    try:
+        lightning.seed_everything(5, verbose=False)
+        own = lightning.Fabric(
+            accelerator="cpu",
+            devices=world,
+            strategy=DDPStrategy() if world > 1 else "auto",
+            precision=settings.get("precision", "32-true"),
+        )
+        own.launch()
+        plain = net()
+        model, optimizer = own.setup(plain, torch.optim.AdamW(plain.parameters(), 0.01))
+        loader = own.setup_dataloaders(DataLoader(Numbers(), 4, shuffle=True))
+    finally:
+        for name in (*environment, "TORCHELASTIC_RUN_ID", "GROUP_RANK"):
+            os.environ.pop(name, None)
+    state = {"model": model, "optimizer": optimizer, "loader": loader}
+    ckpt = checkpointer(own, f"{out}/run", state, every=unbroken.Every(steps=every) if every else None, keep=None)
+    ckpt.restore()
+    seen, total = [], settings.get("steps", 18)
+    while ckpt.global_step < total:
+        for batch in loader:
+            if ckpt.global_step == broken_at:
+                return {"seen": seen}
+            seen.append(batch[1].tolist())
+            accumulating = ckpt.micro_step + 1 < 2
+            with own.no_backward_sync(model, enabled=accumulating):
+                own.backward(loss_of(model, batch))
+            if not accumulating:
+                own.clip_gradients(model, optimizer, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            ckpt.step(accumulating=accumulating)
+            if ckpt.global_step == total:
+                break
+    ckpt.close()
+    digests = State({"model": plain, "optimizer": optimizer.optimizer}).digests()
+    return {"seen": seen, "weights": digests, "random": torch.get_rng_state().sum().item()}

@@ -1,0 +1,98 @@
+"""Loops with Accelerate and with Fabric: broken off anywhere and started again, they end as if they had not been."""
+
+import pytest
+
+from integrations import loop_runs
+from unbroken.errors import UsageError
+
+SETTINGS = {
+    "accelerate": {},
+    "accelerate, no accumulation": {"accumulate": 1},
+    "accelerate, bf16": {"precision": "bf16"},
+    "accelerate, a seedable sampler": {"loader": {"use_seedable_sampler": True, "data_seed": 4}},
+    "accelerate, a stateful loader": {"loader": {"use_stateful_dataloader": True}, "all_loaders": True},
+    "accelerate, a stream": {"stream": True, "steps": 15, "loader": {"dispatch_batches": False}},
+    "fabric": {},
+    "fabric, bf16": {"precision": "bf16-mixed"},
+}
+
+
+def run(name, out, rank=0, world=1, **more):
+    loop = getattr(loop_runs, name.partition(",")[0])
+    return loop(rank, world, str(out), SETTINGS.get(name, {}), **more)
+
+
+def same(broken, whole):
+    differing = [key for key in whole if key not in ("seen", "evaluated") and broken[key] != whole[key]]
+    assert not differing, {key: (broken[key], whole[key]) for key in differing}
+    for key in {"seen", "evaluated"} & whole.keys():
+        assert broken[key] == whole[key][len(whole[key]) - len(broken[key]) :], key
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_broken_off_and_started_again_it_ends_the_same(tmp_path, name):
+    whole = run(name, tmp_path / "whole")
+    for steps in (3, 6, 7, 13):
+        run(name, tmp_path / "broken", broken_at=steps)
+    same(run(name, tmp_path / "broken"), whole)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "fabric"])
+def test_saving_at_every_step_equals_never_saving(tmp_path, name):
+    same(run(name, tmp_path / "often"), run(name, tmp_path / "never", every=0))
+
+
+@pytest.mark.parametrize("name", ["accelerate", "fabric"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_are_broken_off_end_the_same(ranks, tmp_path, world, name):
+    case, settings = f"integrations.loop_runs:{name}", {"steps": 9}
+    whole = ranks.run_all_well(case, world, str(tmp_path / "whole"), settings)
+    for steps in (2, 5):
+        ranks.run_all_well(case, world, str(tmp_path / "broken"), settings, steps)
+    broken = ranks.run_all_well(case, world, str(tmp_path / "broken"), settings)
+    for one, other in zip(broken, whole, strict=True):
+        same(one, other)
+
+
+def test_each_sample_comes_once_whatever_the_number_of_ranks(ranks, tmp_path):
+    """2 ranks, then 1, then 2, within an epoch; the global batch stays 8."""
+    case, settings = "integrations.loop_runs:accelerate", {"accumulate": 1, "steps": 12, "paced": False}
+    whole = ranks.run_all_well(case, 2, str(tmp_path / "whole"), settings)
+    expected = global_batches(whole)
+    assert len(expected) == 12
+    begin = 0
+    for world, steps in ((2, 3), (1, 5), (2, None)):
+        part = global_batches(ranks.run_all_well(case, world, str(tmp_path / "broken"), settings, steps))
+        begin = next(at for at in range(begin + 1) if expected[at] == part[0])
+        assert part == expected[begin : begin + len(part)]
+        begin += len(part)
+    assert begin == 12
+
+
+def global_batches(results):
+    """By step: the samples of all ranks."""
+    by_step = zip(*(rank["seen"] for rank in results), strict=True)
+    return [sorted(sample for batch in batches for sample in batch) for batches in by_step]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"loader": {"use_stateful_dataloader": True}}, "use_stateful_dataloader"),
+        ({"stream": True, "steps": 5}, "dispatch_batches"),
+        ({"rng_types": ["torch"]}, "rng_types"),
+        ({"loader": {"split_batches": True}}, "split_batches"),
+    ],
+)
+def test_what_makes_an_exact_resume_impossible_is_named_at_the_start(tmp_path, settings, named):
+    with pytest.raises(UsageError, match=named):
+        loop_runs.accelerate(0, 1, str(tmp_path), settings)
+
+
+def test_a_missing_extra_is_named():
+    from unbroken.integrations.extras import needs
+
+    with pytest.raises(UsageError, match=r"no_such_thing 1\.0 or newer is needed: pip install 'unbroken\[thing\]'"):
+        needs("no_such_thing", "thing", "1.0")
+    with pytest.raises(UsageError, match=r"unbroken\[torch\].*this is"):
+        needs("torch", "torch", "999.0")
