@@ -113,7 +113,7 @@ class Progress:
 class Files:
     """The state of callbacks that says where files lie and how long things took: not equal in equal runs."""
 
-    in_ledger = False
+    tells_time = True
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
