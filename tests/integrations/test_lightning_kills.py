@@ -1,5 +1,8 @@
 """Lightning's Trainer with `UnbrokenCheckpoint`: killed and resumed, it equals a run that was left alone."""
 
+import os
+import signal
+
 import pytest
 
 pytest.importorskip("lightning")
@@ -199,6 +202,44 @@ def test_a_trainer_is_given_back_as_it_was(tmp_path):
     trainer.fit(Model(Job()))
     assert (type(trainer.fit_loop), type(trainer.fit_loop.epoch_loop)) == kinds
     assert "_prepare_dataloader" not in vars(trainer._data_connector)
+
+
+class Tell(L.Callback):
+    """Sends this process a notice of preemption in a batch."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.fit_loop.total_batch_idx == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_job_that_is_told_to_leave_saves_its_step_and_goes_on(tmp_path):
+    job = Job(every=100, trainer=CHEAP)
+    straight = run(tmp_path / "straight", job)
+    with pytest.raises(unbroken.Preempted) as left:
+        run(tmp_path / "run", job, callbacks=[Tell()])
+    assert (left.value.code, left.value.step) == (75, 5), "at the end of the window of batches 8 and 9"
+    resumed = run(tmp_path / "run", job)
+    assert min(resumed.batches) == 10
+    assert (resumed.weights, resumed.place, resumed.metrics) == (straight.weights, straight.place, straight.metrics)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_fit_may_be_called_again_with_the_same_trainer(tmp_path):
+    trainer, model = trainer_with(tmp_path, max_epochs=1), Model(Job(trainer=CHEAP))
+    trainer.fit(model)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model)
+    assert sorted(model.batches) == list(range(24)) and trainer.current_epoch == 2
+
+
+def test_a_last_save_that_fails_does_not_end_training(tmp_path, monkeypatch, caplog):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    trainer = trainer_with(tmp_path, max_steps=2)
+    monkeypatch.setattr(os, "fsync", full)
+    trainer.fit(Model(Job()))
+    assert trainer.global_step == 2 and "was not saved" in caplog.text
 
 
 def test_fast_dev_run_leaves_no_checkpoint(tmp_path):

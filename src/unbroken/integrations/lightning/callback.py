@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from unbroken.checkpointer import Checkpointer
-from unbroken.errors import UsageError
+from unbroken.errors import UnbrokenError, UsageError
 from unbroken.integrations.dealing import deal
 from unbroken.integrations.extras import needs
 from unbroken.integrations.lightning.private import AT_LEAST, check
@@ -80,6 +80,7 @@ class UnbrokenCheckpoint(Callback):
         self._trainer = trainer
         self._loaders = []
         self._random = contextlib.ExitStack()
+        self.resumed = self._asked = False
         trainer._data_connector._prepare_dataloader = self._prepare_dataloader
         loops.install(trainer, self)
 
@@ -173,9 +174,15 @@ class UnbrokenCheckpoint(Callback):
         is_over = stepped and loops.is_over(trainer)
         if self._asked or is_over:
             self._checkpointer.save()
-        if is_over:
-            self._checkpointer.wait()  # what comes now may write weights, as an average of them
         self._asked = False
+        if is_over:
+            # What comes now may write weights, as an average of them. A save that failed was told already.
+            with (
+                contextlib.nullcontext()
+                if self._options.get("on_error") == "raise"
+                else contextlib.suppress(UnbrokenError)
+            ):
+                self._checkpointer.wait()
 
     def epoch_over(self) -> None:
         """The next pass over the data is the next epoch's."""
