@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import Trainer, TrainerCallback
 
 from unbroken.checkpointer import Checkpointer
@@ -126,12 +125,14 @@ class _Run(TrainerCallback):
         return self._loader
 
     def _make_evaluation_loader(self, original: Any, arguments: dict[str, Any]) -> Any:
-        loader = original()
-        inner = getattr(loader, "base_dataloader", loader)
-        if self._trainer.args.dataloader_persistent_workers and inner.generator is None:
-            # The seed of workers that persist is drawn once in a process: by a resumed one, once more.
-            inner.generator = torch.Generator().manual_seed(self._trainer.args.seed)
-        return loader
+        """One whose workers end with the evaluation: of those that persist, a resumed job has others, which have not
+        drawn what the ones before had, and whose seed is drawn once more."""
+        args = self._trainer.args
+        persist, args.dataloader_persistent_workers = args.dataloader_persistent_workers, False
+        try:
+            return original()
+        finally:
+            args.dataloader_persistent_workers = persist
 
     def _restore(self, original: Any, arguments: dict[str, Any]) -> tuple[int, int]:
         trainer, given = self._trainer, arguments
