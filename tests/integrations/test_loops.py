@@ -56,17 +56,19 @@ def test_ranks_that_are_broken_off_end_the_same(ranks, tmp_path, world, name):
 
 def test_each_sample_comes_once_whatever_the_number_of_ranks(ranks, tmp_path):
     """2 ranks, then 1, then 2, within an epoch; the global batch stays 8."""
-    case, settings = "integrations.loop_runs:accelerate", {"accumulate": 1, "steps": 12, "paced": False}
+    case, settings = "integrations.loop_runs:accelerate", {"accumulate": 1, "steps": 12}
     whole = ranks.run_all_well(case, 2, str(tmp_path / "whole"), settings)
     expected = global_batches(whole)
     assert len(expected) == 12
     begin = 0
     for world, steps in ((2, 3), (1, 5), (2, None)):
-        part = global_batches(ranks.run_all_well(case, world, str(tmp_path / "broken"), settings, steps))
+        told = ranks.run_all_well(case, world, str(tmp_path / "broken"), settings, steps)
+        part = global_batches(told)
         begin = next(at for at in range(begin + 1) if expected[at] == part[0])
         assert part == expected[begin : begin + len(part)]
         begin += len(part)
     assert begin == 12
+    assert [rank["rate"] for rank in told] == [rank["rate"] for rank in whole], "two steps of the scheduler in each"
 
 
 def global_batches(results):

@@ -1,10 +1,11 @@
 """Transformers' Trainer: broken off anywhere and started again, it ends as if it had not been."""
 
+import json
 from itertools import chain
 
 import pytest
 
-from integrations.trainer_runs import Numbers, train
+from integrations.trainer_runs import Numbers, Restless, train
 from unbroken.errors import UsageError
 
 SETTINGS = {
@@ -28,6 +29,12 @@ SETTINGS = {
     "drop_last": {"dataloader_drop_last": True, "data_seed": 3},
     "bf16": {"bf16": True},
     "an iterable data set": {"stream": True, "max_steps": 15},
+    "workers that persist, evaluated": {
+        "dataloader_num_workers": 1,
+        "dataloader_persistent_workers": True,
+        "num_train_epochs": 2,
+    },
+    "callbacks that begin anew": {"callbacks": [Restless]},
     "lengths in groups": {"train_sampling_strategy": "group_by_length"},
 }
 
@@ -69,7 +76,27 @@ def test_a_finished_run_does_nothing_more(tmp_path):
     assert (again["weights"], again["step"], again["rate"]) == (whole["weights"], 8, whole["rate"])
 
 
-def test_early_stopping_goes_on_counting(tmp_path):
+def test_a_run_of_more_steps_goes_on_where_a_shorter_one_ended(tmp_path):
+    settings = {"lr_scheduler_type": "constant", "logging_steps": 1}
+    whole = alone(tmp_path / "whole", {**settings, "max_steps": 14}, every=1)
+    alone(tmp_path / "longer", {**settings, "max_steps": 8}, every=1)
+    longer = alone(tmp_path / "longer", {**settings, "max_steps": 14}, every=1)
+    assert longer["seen"] == whole["seen"][-len(longer["seen"]) :] and longer["step"] == 14
+    assert longer["weights"] == whole["weights"]
+
+
+def test_where_the_best_model_lies_is_not_compared_between_runs(tmp_path, monkeypatch):
+    settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "metric_for_best_model": "eval_loss"}
+    digests = []
+    for name in ("one", "another"):
+        monkeypatch.setenv("UNBROKEN_LEDGER", str(tmp_path / name / "ledger"))
+        alone(tmp_path / name, settings)
+        (path,) = (tmp_path / name / "ledger").glob("*.jsonl")
+        digests.append([json.loads(line)["state"] for line in path.read_text().splitlines()])
+    assert digests[0] == digests[1] and len(digests[0]) == 8
+
+
+def test_early_stopping_goes_on_counting_and_is_final(tmp_path):
     from transformers import EarlyStoppingCallback
 
     settings = {
@@ -83,6 +110,8 @@ def test_early_stopping_goes_on_counting(tmp_path):
     whole = alone(tmp_path / "whole", settings, every=1)
     assert whole["step"] == 6
     same(started_again(alone, tmp_path / "broken", settings, [5], every=1), whole)
+    again = alone(tmp_path / "broken", settings, every=1)
+    assert (again["seen"], again["step"], again["weights"]) == ([], 6, whole["weights"])
 
 
 @pytest.mark.parametrize("world", [2, 4])

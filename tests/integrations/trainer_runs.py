@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 import unbroken
 from unbroken.state.registry import State
@@ -62,12 +64,33 @@ class Net(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class Restless(TrainerCallback, ExportableState):
+    """A callback that begins anew as training begins, and draws random numbers there."""
+
+    def __init__(self) -> None:
+        self.evaluations = self.epochs = 0
+
+    def on_train_begin(self, args, state, control, **_):
+        self.evaluations = 0
+        torch.rand(3)
+
+    def on_epoch_begin(self, args, state, control, **_):
+        self.epochs += 1
+        torch.rand(2)
+
+    def on_evaluate(self, args, state, control, **_):
+        self.evaluations += 1
+
+    def state(self):
+        return {"args": {}, "attributes": {"evaluations": self.evaluations, "epochs": self.epochs}}
+
+
 def train(
     rank: int, world: int, out: str, settings: dict[str, Any], broken_at: int | None = None, every: int = 2, **more: Any
 ) -> dict[str, Any]:
     """Train to the end, or until the step after `broken_at`. What there is to compare then."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     from unbroken.integrations.transformers import attach
 
@@ -130,5 +153,6 @@ def train(
         "step": trainer.state.global_step,
         "random": torch.get_rng_state().sum().item(),
         "rate": trainer.lr_scheduler.get_last_lr(),
+        "callbacks": [one.state()["attributes"] for one in extra if isinstance(one, ExportableState)],
         "own": sorted(path.name for path in Path(f"{out}/own").glob("checkpoint-*")),
     }

@@ -5,7 +5,8 @@ ranks, it has one with an exact position that deals samples. A prepared loader f
 the position that is saved is that of what the loop has had.
 
 Private names of Accelerate that this leans on (tested with 1.15): `Accelerator._models`, `_custom_objects`, `step`,
-`rng_types`; of what it wraps `optimizer`, `scheduler`, `base_dataloader` and `iteration`.
+`rng_types`; of what it wraps `optimizer`, `scheduler`, `split_batches`, `step_with_optimizer`, `base_dataloader` and
+`iteration`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from unbroken.errors import UsageError
 from unbroken.integrations.ahead import Ahead
 from unbroken.integrations.dealing import deal
 from unbroken.integrations.extras import needs
-from unbroken.restored import Restored
+from unbroken.integrations.pace import keep_pace, keeps_pace_with_ranks
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def checkpointer(
     """
     needs("accelerate", "accelerate", AT_LEAST)
     _refuse(accelerator)
-    added: dict[str, object] = {f"registered{at}": each for at, each in enumerate(accelerator._custom_objects)}
+    added: dict[str, Any] = {f"registered{at}": each for at, each in enumerate(accelerator._custom_objects)}
     added["accelerator"] = _Phase(accelerator)
     if accelerator.scaler is not None:
         added["scaler"] = accelerator.scaler
@@ -61,8 +62,8 @@ def checkpointer(
         raise UsageError(f"state={{{twice[0]!r}: …}}: the Accelerator's own {twice[0]} is saved by that name")
     _refuse_stateful(accelerator, list(state.values()))
     found = {name: _unwrapped(name, value, accelerator) for name, value in state.items()}
-    paced = any(getattr(value, "step_with_optimizer", False) for value in state.values())
-    return AcceleratedCheckpointer(accelerator, path, {**found, **added}, paced=paced, **options)
+    added["accelerator"].schedulers = [value for value in state.values() if keeps_pace_with_ranks(value)]
+    return AcceleratedCheckpointer(accelerator, path, {**found, **added}, **options)
 
 
 def _refuse_stateful(accelerator: Any, given: list[object]) -> None:
@@ -101,16 +102,10 @@ def _unwrapped(name: str, value: Any, accelerator: Any) -> object:
 class AcceleratedCheckpointer(Checkpointer):
     """A Checkpointer whose `step` knows from the Accelerator whether gradients are being accumulated."""
 
-    def __init__(
-        self, accelerator: Any, path: str | Path, state: Mapping[str, object], *, paced: bool, **options: Any
-    ) -> None:
-        """See `checkpointer`.
-
-        paced  a scheduler makes a step for each rank
-        """
+    def __init__(self, accelerator: Any, path: str | Path, state: Mapping[str, object], **options: Any) -> None:
+        """See `checkpointer`."""
         super().__init__(path, state, **options)
         self._accelerator = accelerator
-        self._paced = paced
 
     def step(self, *, loss: Any = None, accumulating: bool | None = None, gradients: bool = False) -> None:
         """As `Checkpointer.step`; to be called after `optimizer.step()`, in each micro-step too.
@@ -121,38 +116,26 @@ class AcceleratedCheckpointer(Checkpointer):
             accumulating = not self._accelerator.sync_gradients
         super().step(loss=loss, accumulating=accumulating)
 
-    def restore(self, *, strict: bool = True) -> Restored | None:
-        """As `Checkpointer.restore`."""
-        restored = super().restore(strict=strict)
-        self._warn_of_schedulers()
-        return restored
-
-    def _warn_of_schedulers(self) -> None:
-        """A prepared scheduler makes a step for each rank: on another number of ranks it goes at another pace."""
-        before, now = self._objects["accelerator"].ranks, self._accelerator.num_processes  # type: ignore[attr-defined]
-        if before not in (None, now) and self._paced:
-            log.warning(
-                "prepared schedulers make %d steps where they made %d before, one for each rank: give the Accelerator "
-                "step_scheduler_with_optimizer=False, or leave the scheduler unprepared",
-                now,
-                before,
-            )
-
 
 class _Phase:
-    """Where in an accumulation window the Accelerator is."""
+    """Where in an accumulation window the Accelerator is, and how many steps a prepared scheduler makes at once: one
+    for each rank that the run began with, since rates follow from the samples that were had."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
-        self.ranks: int | None = None
-        """How many there were when what was restored was saved."""
+        self._scheduler_steps = int(accelerator.num_processes)
+        self.schedulers: list[Any] = []
+        """Those that Accelerate lets make a step for each rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._accelerator.step, "ranks": self._accelerator.num_processes}
+        return {"step": self._accelerator.step, "scheduler_steps": self._scheduler_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._accelerator.step = state["step"]
-        self.ranks = state["ranks"]
+        self._scheduler_steps = state["scheduler_steps"]
+        if self._scheduler_steps != self._accelerator.num_processes:
+            for scheduler in self.schedulers:
+                keep_pace(scheduler, self._scheduler_steps)
 
 
 class _Position(Ahead):

@@ -25,6 +25,7 @@ from unbroken.integrations.transformers.progress import Configuration, Log, Prog
 from unbroken.integrations.transformers.settings import refuse, warn_of_another_strategy
 from unbroken.integrations.transformers.trainer import TESTED, check, replace
 from unbroken.integrations.world import size_as_saved
+from unbroken.state import rng
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class _Resumed:
     """Optimizer steps of it that are done."""
     stop: bool
     """Training was over, or told to be."""
+    leave: bool
+    """The epoch was told to be over."""
 
 
 class _Run(TrainerCallback):
@@ -81,12 +84,15 @@ class _Run(TrainerCallback):
         self._loss_before: Any = 0.0
         self._counted = 0
         self._evaluates_on_start = False
+        self._random: dict[str, Any] = {}
+        """Random state as it was restored."""
 
     def install(self) -> None:
         """Take the Trainer's methods over."""
         for name, hook in (
             ("_inner_training_loop", self._train),
             ("get_train_dataloader", self._make_loader),
+            ("get_eval_dataloader", self._make_evaluation_loader),
             ("_init_training_state", self._restore),
             ("_prepare_for_training", self._prepare),
             ("_run_epoch", self._run_epoch),
@@ -118,6 +124,16 @@ class _Run(TrainerCallback):
         self._loader = EpochLoader(loader)
         return self._loader
 
+    def _make_evaluation_loader(self, original: Any, arguments: dict[str, Any]) -> Any:
+        """One whose workers end with the evaluation: of those that persist, a resumed job has others, which have not
+        drawn what the ones before had, and whose seed is drawn once more."""
+        args = self._trainer.args
+        persist, args.dataloader_persistent_workers = args.dataloader_persistent_workers, False
+        try:
+            return original()
+        finally:
+            args.dataloader_persistent_workers = persist
+
     def _restore(self, original: Any, arguments: dict[str, Any]) -> tuple[int, int]:
         trainer, given = self._trainer, arguments
         original()
@@ -128,11 +144,12 @@ class _Run(TrainerCallback):
         restored = self._checkpointer.restore()
         if restored is None:
             return 0, 0
-        self._progress.apply()
+        self._random = rng.read_global()
+        stopped, left = self._progress.apply()
         trainer.state.init_training_references(trainer, given["max_steps"], given["num_train_epochs"], given["trial"])
         self._counted = trainer.state.global_step
-        stop = trainer.control.should_training_stop or self._counted >= given["max_steps"]
-        self._resumed = _Resumed(self._progress.epoch, self._progress.updates, stop)
+        stop = stopped or self._counted >= given["max_steps"]
+        self._resumed = _Resumed(self._progress.epoch, self._progress.updates, stop, left)
         if trainer.is_world_process_zero():
             print(restored)  # noqa: T201  # what the loop of a script would do
         return self._progress.epoch, 0
@@ -169,13 +186,16 @@ class _Run(TrainerCallback):
         self._whole_epoch = 0
         if resumed is None:
             self._progress.epoch, self._progress.updates = arguments["epoch"], 0
-        elif self._is_over(resumed, arguments):
-            self._end_epoch(arguments)
-            if not resumed.stop:
-                loader.leave_epoch()
-            self._trainer.control.should_training_stop |= resumed.stop
-            return
         else:
+            # What ran since the restore ran in the run before as well, but not here.
+            self._progress.go_on()
+            rng.write_global(self._random)
+            if self._is_over(resumed, arguments):
+                self._end_epoch(arguments)
+                if not resumed.stop:
+                    loader.leave_epoch()
+                self._trainer.control.should_training_stop |= resumed.stop
+                return
             self._whole_epoch = arguments["steps_in_epoch"]
             done = resumed.updates * self._trainer.args.gradient_accumulation_steps
             arguments["steps_in_epoch"] -= done
@@ -186,7 +206,7 @@ class _Run(TrainerCallback):
 
     def _is_over(self, resumed: _Resumed, arguments: dict[str, Any]) -> bool:
         """Whether only the end of the epoch is left, where it is logged and evaluated."""
-        if resumed.stop or self._trainer.control.should_epoch_stop:
+        if resumed.stop or resumed.leave:
             return True
         assert self._loader is not None
         return resumed.updates >= arguments["num_update_steps_per_epoch"] or not self._loader.has_more()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -28,15 +29,16 @@ _OF_THIS_START = frozenset(
         "is_hyper_param_search",
         "stateful_callbacks",
         "log_history",
+        "best_model_checkpoint",
     }
 )
-"""Fields of TrainerState that follow from the arguments, or from who runs; and the log, which is saved by itself."""
+"""Fields of TrainerState that follow from the arguments, or from who runs; and those that `Log` saves."""
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 """Attributes of the Trainer, of which its log lines are made. `_tr_loss` is another, a tensor."""
 
 
 class Log:
-    """What the Trainer has logged, times included."""
+    """What differs in equal runs: what the Trainer has logged, times included, and where the best model lies."""
 
     tells_time = True
 
@@ -44,12 +46,18 @@ class Log:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """All lines."""
-        return {"lines": self._trainer.state.log_history}
+        """All lines, and a path."""
+        state = self._trainer.state
+        return {"lines": state.log_history, "best": state.best_model_checkpoint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after these lines."""
         self._trainer.state.log_history = list(state["lines"])
+        best = state["best"]
+        if best is not None and not Path(best).is_dir():
+            log.warning("the best model's checkpoint %s is not there any more", best)
+            best = None
+        self._trainer.state.best_model_checkpoint = best
 
 
 class Configuration:
@@ -81,6 +89,8 @@ class Progress:
         """Of the newest step, as the Trainer logs it at the end of an epoch."""
         self.learning_rate: Any = None
         self._loaded: Mapping[str, Any] | None = None
+        self._pairs: tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]] = ([], [])
+        """Callbacks and what the checkpoint has of them: of Transformers' form, of torch's."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, and the running sum of losses."""
@@ -91,6 +101,8 @@ class Progress:
         return {
             "epoch": self.epoch,
             "updates": self.updates,
+            "stopped": self.stopped,
+            "epoch_stopped": bool(trainer.control.should_epoch_stop),
             "grad_norm": _number(self.grad_norm),
             "learning_rate": _number(self.learning_rate),
             "state": {name: getattr(trainer.state, name) for name in sorted(fields)},
@@ -104,23 +116,23 @@ class Progress:
         """Take a state. The Trainer gets it in two parts, as it sets up its own."""
         self._loaded = state
 
-    def apply(self) -> None:
-        """Put back what the Trainer has before training begins: counters, logs, metrics, callbacks."""
+    def apply(self) -> tuple[bool, bool]:
+        """Put back what the Trainer has before training begins: counters, metrics, callbacks.
+
+        Gives whether something other than the number of steps had ended the training, and whether the epoch.
+        """
         assert self._loaded is not None
         loaded, trainer = self._loaded, self._trainer
         self.epoch, self.updates = loaded["epoch"], loaded["updates"]
         self.grad_norm, self.learning_rate = loaded["grad_norm"], loaded["learning_rate"]
         for name, value in loaded["state"].items():
             setattr(trainer.state, name, value)
-        best = trainer.state.best_model_checkpoint
-        if best is not None and not Path(best).is_dir():
-            log.warning("the best model's checkpoint %s is not there any more", best)
-            trainer.state.best_model_checkpoint = None
-        for one, attributes in _paired(_exportable(trainer), loaded["callbacks"]):
-            for name, value in attributes.items():
-                setattr(one, name, value)
-        for one, state in _paired(_stateful(trainer), loaded["objects"]):
-            one.load_state_dict(state)
+        self._pairs = (
+            _paired(_exportable(trainer), loaded["callbacks"]),
+            _paired(_stateful(trainer), loaded["objects"]),
+        )
+        self._load_callbacks()
+        return loaded["stopped"], loaded["epoch_stopped"]
 
     def begin(self) -> None:
         """Put back what the Trainer sets to nothing as training begins: the sums that its log lines are made of."""
@@ -131,10 +143,29 @@ class Progress:
         self._trainer._tr_loss = torch.as_tensor(self._loaded["loss"], device=self._trainer.args.device)
         self._loaded = None
 
+    def go_on(self) -> None:
+        """Put callbacks back again, whatever they did as training began: the run before began once."""
+        self._load_callbacks()
+        self._pairs = ([], [])
+
+    def _load_callbacks(self) -> None:
+        exportable, stateful = self._pairs
+        for one, attributes in exportable:
+            for name, value in attributes.items():
+                setattr(one, name, value)
+        for one, state in stateful:
+            one.load_state_dict(copy.deepcopy(state))
+
+    @property
+    def stopped(self) -> bool:
+        """Something other than the number of steps ended the training: early stopping, say."""
+        state, control = self._trainer.state, self._trainer.control
+        return bool(control.should_training_stop) and state.global_step < state.max_steps
+
 
 def _exportable(trainer: Any) -> list[Any]:
-    """The Trainer's control, and callbacks with a state in Transformers' own form."""
-    return [one for one in (*trainer.callback_handler.callbacks, trainer.control) if isinstance(one, ExportableState)]
+    """Callbacks with a state in Transformers' own form."""
+    return [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
 
 
 def _stateful(trainer: Any) -> list[Any]:

@@ -29,6 +29,10 @@ def refuse(trainer: Any) -> None:
             "accelerator_config dispatch_batches=True: batches are read by every rank for itself; leave it out",
         ),
         (
+            bool(getattr(args, "enable_jit_checkpoint", False)),
+            "enable_jit_checkpoint=True: it takes SIGTERM, at which unbroken saves too; leave it out",
+        ),
+        (
             getattr(args, "parallelism_config", None) is not None,
             "parallelism_config: only data parallel Trainers and FSDP are supported",
         ),

@@ -17,6 +17,7 @@ TESTED = "5.24.0"
 METHODS: dict[str, tuple[str, ...]] = {
     "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "get_train_dataloader": (),
+    "get_eval_dataloader": ("eval_dataset",),
     "_init_training_state": (
         "max_steps",
         "num_update_steps_per_epoch",
