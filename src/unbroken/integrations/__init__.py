@@ -1,0 +1,1 @@
+"""Adapters for training frameworks; none is imported unless it is used."""
