@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 import unbroken
 from unbroken.integrations.fabric import checkpointer
 
-SAMPLES, BATCH = 24, 2
+SAMPLES, BATCH = 48, 4
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,12 @@ class Run:
         for turn, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):
             state |= {f"optimizer_{turn}": optimizer, f"scheduler_{turn}": scheduler}
         self.ckpt = checkpointer(
-            fabric, directory, state, every=unbroken.Every(steps=every) if every else None, on_error="raise"
+            fabric,
+            directory,
+            state,
+            every=unbroken.Every(steps=every) if every else None,
+            on_error="raise",
+            strict=True,
         )
         self.told: dict[int, list[Any]] = {}
 

@@ -7,6 +7,7 @@
 Fabric's wrappers hold no state: what they wrap is registered, so that a checkpoint does not depend on the strategy.
 Its loaders are made resumable in place, so that the script goes on iterating what it has. What only Fabric knows of,
 the scaler of its precision plugin and its callbacks, is added. Everything else is the Checkpointer's.
+Importing this module lets `fabric.setup_dataloaders` take loaders that are resumable already.
 
 What is used of Fabric beyond its public surface: the imports below that begin with an underscore, and the attributes
 that `_Internals` names.
@@ -14,6 +15,7 @@ that `_Internals` names.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Mapping
 from pathlib import Path
@@ -116,9 +118,9 @@ class _Internals:
         return dealt._sampler
 
     @staticmethod
-    def deal(fabric: Fabric, loader: DataLoader[Any], ranks: int, rank: int) -> DataLoader[Any]:
+    def deal(fabric: Fabric, loader: DataLoader[Any], ranks: int, rank: int, seed: int) -> DataLoader[Any]:
         """The loader with the DistributedSampler that Fabric gives to each of several ranks."""
-        sampler = fabric._get_distributed_sampler(loader, num_replicas=ranks, rank=rank)
+        sampler = fabric._get_distributed_sampler(loader, num_replicas=ranks, rank=rank, seed=seed)
         return _update_dataloader(loader, sampler)
 
 
@@ -181,19 +183,21 @@ def _scaler_of(fabric: Fabric) -> GradScaler | None:
     return scaler if isinstance(scaler, GradScaler) else None
 
 
-def _made_resumable(fabric: Fabric, loader: _FabricDataLoader) -> ResumableLoader:
+def _made_resumable(fabric: Fabric, loader: _FabricDataLoader, like: ResumableLoader | None = None) -> ResumableLoader:
+    """Let Fabric's loader iterate a resumable one, with the settings of `like`; that one."""
     inner = _Internals.loader_of(loader)
     if isinstance(inner, ResumableLoader):
         return inner
+    make = resumable if like is None else like.over
+    if type(getattr(inner, "sampler", None)) is DistributedSamplerWrapper:
+        # Where `resumable` looks for the generators and the history of a sampler inside another.
+        inner.sampler.sampler = _Internals.sampler_inside(inner.sampler)
+    found = make(inner)
     if getattr(fabric.strategy, "distributed_sampler_kwargs", None) is None and _is_dealt_on_several(inner):
         # On one device Fabric leaves the sampler alone. Dealt to one rank, the order is the one that several ranks
         # share, so that the run may go on with more of them, or have come from more.
-        found = resumable(_Internals.deal(fabric, inner, 1, 0), seed=resumable(inner).seed)
-    else:
-        if type(inner.sampler) is DistributedSamplerWrapper:
-            # Where `resumable` looks for the generators and the history of a sampler inside another.
-            inner.sampler.sampler = _Internals.sampler_inside(inner.sampler)  # type: ignore[attr-defined]
-        found = resumable(inner)
+        dealt = _Internals.deal(fabric, inner, 1, 0, found.seed)
+        found = make(dealt)
     _Internals.put_loader(loader, found)
     return found
 
@@ -206,3 +210,22 @@ def _is_dealt_on_several(loader: DataLoader[Any]) -> bool:
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return type(sampler) is SequentialSampler
+
+
+def _take_resumable_loaders_too() -> None:
+    """Let `fabric.setup_dataloaders` take what `unbroken.resumable` gave: by itself it takes DataLoaders only."""
+    set_up = Fabric.setup_dataloaders
+
+    @functools.wraps(set_up)
+    def setup_dataloaders(self: Fabric, *dataloaders: Any, **options: Any) -> Any:
+        plain = [given.wrapped if isinstance(given, ResumableLoader) else given for given in dataloaders]
+        made = set_up(self, *plain, **options)
+        for given, loader in zip(dataloaders, [made] if len(dataloaders) == 1 else made, strict=True):
+            if isinstance(given, ResumableLoader):
+                _made_resumable(self, loader, like=given)
+        return made
+
+    Fabric.setup_dataloaders = setup_dataloaders  # type: ignore[method-assign]
+
+
+_take_resumable_loaders_too()
