@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -267,3 +268,31 @@ def train(
     run.ckpt.restore()
     run.go(until, stop)
     return run.end()
+
+
+def train_fabrics_way(path: str, job: Job, until: int, begin: int) -> dict[str, Any]:
+    """A start with Fabric's own save and load, without `unbroken`: from its beginning, or from a checkpoint of a step.
+
+    Saves after `begin` steps if there is no checkpoint yet.
+    """
+    fabric = make_fabric(0, 1, job.strategy, job.precision)
+    fabric.seed_everything(5, workers=True, verbose=False)
+    model, optimizer = fabric.setup(net := Net(), torch.optim.AdamW(net.parameters(), 0.01))
+    loader = fabric.setup_dataloaders(make_loader(job))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if Path(path).exists():
+        fabric.load(path, state)
+    told: dict[int, list[Any]] = {}
+    while state["step"] < until:
+        for rows, ids in loader:
+            loss = model(rows).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            state["step"] += 1
+            told[state["step"]] = [(loss.item().hex(), ids.tolist())]
+            if state["step"] == begin and not Path(path).exists():
+                fabric.save(path, state)
+            if state["step"] >= until:
+                break
+    return {"told": told, "weights": digest(model.state_dict()), "scaler": fabric.strategy.precision.state_dict()}

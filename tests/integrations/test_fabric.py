@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -15,7 +17,19 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import unbroken
-from integrations.fabric_jobs import BATCH, SAMPLES, Average, Job, Net, Noisy, Run, digest, make_fabric, train
+from integrations.fabric_jobs import (
+    BATCH,
+    SAMPLES,
+    Average,
+    Job,
+    Net,
+    Noisy,
+    Run,
+    digest,
+    make_fabric,
+    train,
+    train_fabrics_way,
+)
 from unbroken.errors import UsageError
 from unbroken.integrations.fabric import ResumableFabricLoader, _Internals, checkpointer
 
@@ -215,6 +229,24 @@ def test_what_cannot_be_exact_is_refused_at_the_start(tmp_path):
         checkpointer(several, tmp_path, {"model": nn.Linear(2, 2)})
     with pytest.raises(UsageError, match=r"pass the DataLoader that it was made from"):
         unbroken.resumable(fabric.setup_dataloaders(DataLoader(Noisy())))
+
+
+def test_without_lightning_the_error_names_the_extra():
+    code = "import sys; sys.modules['lightning'] = None; import unbroken.integrations.fabric"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "UsageError: lightning 2.5 or newer is needed: pip install 'unbroken[lightning]'" in done.stderr
+
+
+def test_what_fabric_forgets_by_itself(tmp_path):
+    """The left column of the table in docs/fabric.md."""
+    path, job = str(tmp_path / "theirs.ckpt"), Job(precision="16-mixed")
+    whole = train_fabrics_way(path, job, PER_EPOCH, begin=5)
+    resumed = train_fabrics_way(path, job, PER_EPOCH, begin=5)
+    assert list(resumed["told"]) == list(range(6, PER_EPOCH + 1))
+    first_again = [resumed["told"][step][0][1] for step in (6, 7)]
+    assert first_again == [whole["told"][step][0][1] for step in (1, 2)], "the epoch began again"
+    assert resumed["weights"] != whole["weights"]
+    assert resumed["scaler"] != whole["scaler"]
 
 
 def test_what_is_used_of_fabric_beyond_its_public_surface_is_there():
