@@ -1,8 +1,9 @@
-"""Frameworks are extras: one that is missing or too old is told of by the name of its extra."""
+"""Frameworks are extras: what is told if one is missing, or too old."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import re
 from types import ModuleType
 
@@ -10,22 +11,23 @@ from unbroken.errors import UsageError
 
 
 def needs(module: str, extra: str, at_least: str) -> ModuleType:
-    """The imported module.
+    """Import a framework.
 
-    Raises UsageError, which names the extra and the oldest version, if it is missing or older than `at_least`.
+    extra     the name that installs it: `pip install 'unbroken[extra]'`
+    at_least  the oldest version that will do
+
+    Raises UsageError, which names the extra, if the framework is not there or older.
     """
-    problem = f"{module} {at_least} or newer is needed: pip install 'unbroken[{extra}]'"
+    told = f"{module} {at_least} or newer is needed: pip install 'unbroken[{extra}]'"
     try:
         found = importlib.import_module(module)
     except ImportError as error:
-        raise UsageError(f"{problem} ({error})") from error
-    version = str(getattr(found, "__version__", "0"))
+        raise UsageError(f"{told} ({error})") from error
+    version = importlib.metadata.version(module)
     if _numbers(version) < _numbers(at_least):
-        raise UsageError(f"{problem} ({version} is installed)")
+        raise UsageError(f"{told} (this is {version})")
     return found
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """The leading whole numbers: (2, 6, 6) of "2.6.6.post1"."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(number) for number in found[0].split(".")) if found else ()
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
