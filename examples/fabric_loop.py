@@ -38,8 +38,7 @@ parser.add_argument("--dropout", type=float, default=0.1)
 args = parser.parse_args()
 
 layers, heads, width, block = 2, 4, 64, 64
-batch_size = 8  # sequences per rank and micro-step
-accumulate = 2 if args.strategy == "ddp" else 1  # micro-steps per optimizer step
+batch_size, accumulate = 8, 2  # sequences per rank and micro-step, micro-steps per optimizer step
 validate_every = 7  # steps
 text_bytes = 1 << 15  # little text, so that a short run crosses the edge of an epoch too
 

@@ -102,7 +102,7 @@ def test_on_several_ranks_a_job_goes_on_from_any_batch(ranks, tmp_path, world_si
     edge = PER_EPOCH // world_size // job.accumulate
     steps = edge + 3
     whole = start("whole", steps)
-    for stop in [(1, job.accumulate - 1), (edge, 0)]:
+    for stop in [(1, job.accumulate - 1), (2, 0), (edge, 0)]:
         first = start(f"{stop}", steps, stop)
         for each in zip(whole, first, start(f"{stop}", steps), strict=True):
             assert_goes_on(*each)
