@@ -224,6 +224,8 @@ def test_what_cannot_be_exact_is_refused_at_the_start(tmp_path):
         checkpointer(fabric, tmp_path, {"model": model, "loader": DataLoader(Noisy())})
     with pytest.raises(UsageError, match=r"takes a lightning.fabric.Fabric, not a Net"):
         checkpointer(model.module, tmp_path, {"model": model})
+    with pytest.raises(UsageError, match=r"step is a int, which cannot be restored in place: ask ckpt.global_step"):
+        checkpointer(fabric, tmp_path, {"model": model, "step": 0})
     several = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     with pytest.raises(UsageError, match=r"comes after fabric.launch"):
         checkpointer(several, tmp_path, {"model": nn.Linear(2, 2)})

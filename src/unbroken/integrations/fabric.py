@@ -149,6 +149,11 @@ def _registered(fabric: Fabric, name: str, value: object) -> object:
         return _Internals.forward_module(inner)
     if isinstance(value, nn.Module):
         _refuse_what_is_wrapped(name, value)
+    if isinstance(value, int | float | str):  # as in the state of `fabric.save`
+        raise UsageError(
+            f"{name} is a {type(value).__name__}, which cannot be restored in place: ask ckpt.global_step, "
+            "ckpt.micro_step and loader.epoch instead, or register a tensor"
+        )
     return value
 
 
