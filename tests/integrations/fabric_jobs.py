@@ -128,12 +128,12 @@ def _sharded(model: Any, mesh: Any) -> Any:
     return model
 
 
-def make_loader(job: Job) -> Any:
-    """The training loader as the script makes it."""
+def make_loader(job: Job, generator: torch.Generator) -> Any:
+    """The training loader as the script makes it; a weighted sampler draws from the generator."""
     if job.data == "stream":
         return DataLoader(Stream(), BATCH, num_workers=job.workers)
     if job.data == "weighted":
-        drawn = WeightedRandomSampler([1.0 + i for i in range(SAMPLES)], SAMPLES, generator=torch.Generator())
+        drawn = WeightedRandomSampler([1.0 + i for i in range(SAMPLES)], SAMPLES, generator=generator)
         return DataLoader(Noisy(), BATCH, sampler=drawn, num_workers=job.workers)
     if job.data == "own sampler":
         return DataLoader(Noisy(), BATCH, sampler=Reversed(Noisy()), num_workers=job.workers)
@@ -161,10 +161,11 @@ class Run:
         made = fabric.setup_optimizers(*(torch.optim.AdamW(part, 0.01) for part in parts))
         self.optimizers = [made] if job.optimizers == 1 else list(made)
         self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 4, 0.7) for each in self.optimizers]
-        self.loader = fabric.setup_dataloaders(make_loader(job))
+        self.generator = torch.Generator()
+        self.loader = fabric.setup_dataloaders(make_loader(job, self.generator))
         self.unseen = fabric.setup_dataloaders(DataLoader(Noisy(), 4, shuffle=True))
         torch.manual_seed(100 + rank)
-        state = {"model": self.model, "loader": self.loader, "unseen": self.unseen}
+        state = {"model": self.model, "loader": self.loader, "unseen": self.unseen, "generator": self.generator}
         for turn, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):
             state |= {f"optimizer_{turn}": optimizer, f"scheduler_{turn}": scheduler}
         self.ckpt = checkpointer(
@@ -193,7 +194,8 @@ class Run:
         accumulating = self.ckpt.micro_step + 1 < windows
         sync = self.fabric.no_backward_sync(self._set_up(), enabled=accumulating) if windows > 1 else _nothing()
         with sync if self.job.strategy != "fsdp2" else _nothing():
-            loss = self.model(batch[0]).square().mean() / windows
+            more = torch.rand((), generator=self.generator)
+            loss = self.model(batch[0] + more / 8).square().mean() / windows
             self.fabric.backward(loss)
         self.told.setdefault(self.ckpt.global_step + 1, []).append((loss.item().hex(), batch[1].tolist()))
         if accumulating:
@@ -278,7 +280,7 @@ def train_fabrics_way(path: str, job: Job, until: int, begin: int) -> dict[str, 
     fabric = make_fabric(0, 1, job.strategy, job.precision)
     fabric.seed_everything(5, workers=True, verbose=False)
     model, optimizer = fabric.setup(net := Net(), torch.optim.AdamW(net.parameters(), 0.01))
-    loader = fabric.setup_dataloaders(make_loader(job))
+    loader = fabric.setup_dataloaders(make_loader(job, torch.Generator()))
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if Path(path).exists():
         fabric.load(path, state)
