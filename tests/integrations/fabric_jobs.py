@@ -128,7 +128,7 @@ def _sharded(model: Any, mesh: Any) -> Any:
     return model
 
 
-def make_loader(job: Job, generator: torch.Generator) -> Any:
+def make_loader(job: Job, generator: torch.Generator | None) -> Any:
     """The training loader as the script makes it; a weighted sampler draws from the generator."""
     if job.data == "stream":
         return DataLoader(Stream(), BATCH, num_workers=job.workers)
@@ -161,11 +161,13 @@ class Run:
         made = fabric.setup_optimizers(*(torch.optim.AdamW(part, 0.01) for part in parts))
         self.optimizers = [made] if job.optimizers == 1 else list(made)
         self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 4, 0.7) for each in self.optimizers]
-        self.generator = torch.Generator()
+        self.generator = torch.Generator() if job.data == "weighted" else None  # the script draws from it, too
         self.loader = fabric.setup_dataloaders(make_loader(job, self.generator))
         self.unseen = fabric.setup_dataloaders(DataLoader(Noisy(), 4, shuffle=True))
         torch.manual_seed(100 + rank)
-        state = {"model": self.model, "loader": self.loader, "unseen": self.unseen, "generator": self.generator}
+        state = {"model": self.model, "loader": self.loader, "unseen": self.unseen}
+        if self.generator is not None:
+            state["generator"] = self.generator
         for turn, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):
             state |= {f"optimizer_{turn}": optimizer, f"scheduler_{turn}": scheduler}
         self.ckpt = checkpointer(
@@ -280,7 +282,7 @@ def train_fabrics_way(path: str, job: Job, until: int, begin: int) -> dict[str, 
     fabric = make_fabric(0, 1, job.strategy, job.precision)
     fabric.seed_everything(5, workers=True, verbose=False)
     model, optimizer = fabric.setup(net := Net(), torch.optim.AdamW(net.parameters(), 0.01))
-    loader = fabric.setup_dataloaders(make_loader(job, torch.Generator()))
+    loader = fabric.setup_dataloaders(make_loader(job, None))
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if Path(path).exists():
         fabric.load(path, state)
