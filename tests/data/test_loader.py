@@ -328,6 +328,19 @@ def shift_own_dataset(worker_id: int) -> None:
     info.dataset.offset = 100
 
 
+def test_the_settings_are_taken_along_to_a_loader_that_a_framework_made_anew() -> None:
+    plain = DataLoader(Augmented(8), 4, shuffle=True)
+    asked = resumable(plain, seed=3, when_ranks_change="accumulate")
+    anew = DataLoader(Augmented(8), 2, sampler=DistributedSampler(Augmented(8), 2, 0, seed=9))
+    made = asked.over(anew)
+    assert asked.wrapped is plain and made.wrapped is anew
+    assert (made.seed, made.batch_size) == (3, 2)
+    assert resumable(plain).over(anew).seed == 9, "no seed was asked for"
+    saved = resumable(DataLoader(Augmented(8), 2, sampler=DistributedSampler(Augmented(8), 4, 0))).state_dict()
+    made.load_state_dict(saved)
+    assert (made.micro_batches, made.batch_size) == (2, 2)
+
+
 def test_worker_init_fn_sees_the_users_dataset() -> None:
     loader = resumable(DataLoader(Indexed(), batch_size=4, num_workers=1, worker_init_fn=shift_own_dataset))
     assert [batch.tolist() for batch in loader] == [[100, 101, 102, 103]]

@@ -89,10 +89,11 @@ class Model(L.LightningModule):
         if self.job.stream:
             return DataLoader(Stream(), self.job.batch_size, num_workers=self.job.workers)
         loader = DataLoader(Noisy(), self.job.batch_size, shuffle=True, num_workers=self.job.workers)
-        return unbroken.resumable(loader) if self.job.resumable_already else loader
+        return unbroken.resumable(loader, seed=3) if self.job.resumable_already else loader
 
     def val_dataloader(self):
-        return DataLoader(Noisy(), 8)
+        persist = self.job.workers > 0
+        return DataLoader(Noisy(), 8, num_workers=int(persist), persistent_workers=persist)
 
 
 class TwoOptimizers(Model):
@@ -129,6 +130,30 @@ class TwoOptimizers(Model):
 
     def on_load_checkpoint(self, checkpoint):
         assert checkpoint["mine"] == (sorted(checkpoint["state_dict"])[0], self.trainer.global_step)
+
+
+class AddingUp(TwoOptimizers):
+    """One optimizer adds up gradients over three batches, while the other steps in each."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        loss = self.error_of(batch).square().mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.manual_backward(self.other(batch[0]).square().mean())
+        if batch_idx % 3 == 2:
+            second.step()
+            second.zero_grad()
+        self.batches[self.trainer.fit_loop.total_batch_idx] = (batch[2].tolist(), loss.item().hex())
+
+
+class Freezing(Model):
+    """Freezes a layer and lets no unit drop out from the second epoch on."""
+
+    def on_train_epoch_start(self):
+        self.net[0].requires_grad_(self.current_epoch == 0)
+        self.net[1].train(self.current_epoch == 0)
 
 
 class TwoLoaders(Model):

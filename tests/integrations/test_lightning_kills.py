@@ -16,6 +16,7 @@ from integrations.lightning_jobs import Job, Model, assert_same, run
 from processes import Raised
 from unbroken.errors import UsageError
 from unbroken.integrations.lightning import UnbrokenCheckpoint, private
+from unbroken.store.local import LocalStore
 
 RUNS = "integrations.lightning_jobs:on_rank"
 CHEAP = {"max_epochs": 2}
@@ -35,6 +36,8 @@ JOBS = {
         {"epoch_end": 0},
     ),
     "two optimizers": (Job("TwoOptimizers", trainer={"accumulate_grad_batches": 1}), {"batch": 17}),
+    "one optimizer adds up": (Job("AddingUp", trainer={"accumulate_grad_batches": 1}), {"batch": 17}),
+    "frozen under way": (Job("Freezing", trainer={"accumulate_grad_batches": 1}), {"batch": 16}),
     "two loaders": (Job("TwoLoaders"), {"batch": 9}),
     "an average of weights": (Job(average=True), {"batch": 15}),
     "windows that grow": (Job(doubling=True), {"batch": 17}),
@@ -65,6 +68,21 @@ def test_a_finished_run_trains_no_more(tmp_path):
     again = run(tmp_path, job)
     assert again.batches == {}
     assert (again.weights, again.place, again.metrics) == (finished.weights, finished.place, finished.metrics)
+
+
+def test_a_loaders_own_seed_decides_the_order(tmp_path):
+    asked, other = (run(tmp_path / str(own), Job(resumable_already=own, trainer=CHEAP)) for own in (True, False))
+    assert asked.batches != other.batches
+
+
+def test_a_tuner_tries_learning_rates_and_leaves_nothing(tmp_path):
+    model = Model(Job())
+    model.lr = 0.1
+    trainer = trainer_with(tmp_path)
+    L.pytorch.tuner.Tuner(trainer).lr_find(model, num_training=5, early_stop_threshold=None)
+    assert not (tmp_path / "run").exists() and trainer.global_step == 0
+    trainer.fit(model)
+    assert trainer.global_step == 12 and (tmp_path / "run").exists()
 
 
 def test_workers_give_the_same_randomness(tmp_path):
@@ -233,11 +251,15 @@ def test_fit_may_be_called_again_with_the_same_trainer(tmp_path):
 
 
 def test_a_last_save_that_fails_does_not_end_training(tmp_path, monkeypatch, caplog):
-    def full(*args):
-        raise OSError(28, "No space left on device")
+    create = LocalStore.create_in_parts
+
+    def full(store, name, *args, **kwargs):
+        if name.endswith(".safetensors"):
+            raise OSError(28, "No space left on device")
+        return create(store, name, *args, **kwargs)
 
     trainer = trainer_with(tmp_path, max_steps=2)
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(LocalStore, "create_in_parts", full)
     trainer.fit(Model(Job()))
     assert trainer.global_step == 2 and "was not saved" in caplog.text
 

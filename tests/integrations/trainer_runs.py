@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 import unbroken
+from integrations.accelerate_runs import shard
 from unbroken.state.registry import State
 
 SAMPLES = 46
@@ -50,9 +51,13 @@ class Stream(IterableDataset):
 class Net(torch.nn.Module):
     """Something with dropout and a running mean."""
 
-    def __init__(self) -> None:
+    def __init__(self, sharded: bool) -> None:
         super().__init__()
-        self.tokens, self.norm = torch.nn.Embedding(64, 16), torch.nn.BatchNorm1d(16)
+        # FSDP2 leaves running means to each rank, and then no other number of ranks can have them.
+        self.tokens, self.norm = (
+            torch.nn.Embedding(64, 16),
+            torch.nn.LayerNorm(16) if sharded else torch.nn.BatchNorm1d(16),
+        )
         self.drop, self.head = torch.nn.Dropout(0.2), torch.nn.Linear(16, 2)
         self.seen: list[list[int]] = []
 
@@ -83,6 +88,18 @@ class Restless(TrainerCallback, ExportableState):
 
     def state(self):
         return {"args": {}, "attributes": {"evaluations": self.evaluations, "epochs": self.epochs}}
+
+
+def of_a_gpu(kind: type) -> type:
+    """A Trainer that takes the way of FSDP2 as on GPUs: on CPUs Accelerate takes that of DDP whatever it was asked."""
+
+    class OfGPU(kind):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            shard(self.accelerator)
+            self.is_fsdp_enabled = True
+
+    return OfGPU
 
 
 def train(
@@ -121,11 +138,11 @@ def train(
         "seed": 7,
         **settings,
     }
-    stream = arguments.pop("stream", False)
+    stream, sharded = arguments.pop("stream", False), arguments.pop("sharded", False)
     extra = [make() for make in arguments.pop("callbacks", [])]
     torch.manual_seed(0)
-    model = Net()
-    trainer = Trainer(
+    model = Net(sharded)
+    trainer = (of_a_gpu(Trainer) if sharded and world > 1 else Trainer)(
         model,
         TrainingArguments(**arguments),
         train_dataset=Stream() if stream else Numbers(),
@@ -151,6 +168,7 @@ def train(
         "logs": logs,
         "epoch": trainer.state.epoch,
         "step": trainer.state.global_step,
+        "kinds": sorted({type(weight).__name__ for weight in model.parameters()}),
         "random": torch.get_rng_state().sum().item(),
         "rate": trainer.lr_scheduler.get_last_lr(),
         "callbacks": [one.state()["attributes"] for one in extra if isinstance(one, ExportableState)],

@@ -56,7 +56,9 @@ def resumable(
     if iterable and when_ranks_change != "batch":
         raise UsageError("an iterable data set divides itself among ranks: leave when_ranks_change out")
     feed: Feed = IterableFeed(loader) if iterable else MapFeed(loader, when_ranks_change)
-    return ResumableLoader(loader, feed, _default_seed(loader) if seed is None else seed)
+    made = ResumableLoader(loader, feed, _default_seed(loader) if seed is None else seed)
+    made._settings = {"seed": seed, "when_ranks_change": when_ranks_change}
+    return made
 
 
 class ResumableLoader:
@@ -78,6 +80,17 @@ class ResumableLoader:
         """Batches of the current iteration that the loop has had."""
         self._loaded: dict[str, Any] | None = None
         self._samples: deque[list[Any]] = deque(maxlen=_BATCHES_REMEMBERED)
+        self._settings: dict[str, Any] = {}
+        """What `resumable` was asked for."""
+
+    @property
+    def wrapped(self) -> DataLoader[Any]:
+        """The loader that `resumable` was given."""
+        return self._loader
+
+    def over(self, loader: DataLoader[Any]) -> ResumableLoader:
+        """The same settings over another loader, from its beginning: for frameworks that make loaders anew."""
+        return resumable(loader, **self._settings)
 
     @property
     def micro_batches(self) -> int:
@@ -189,7 +202,10 @@ def _check_kind(loader: Any) -> None:
     if isinstance(loader, ResumableLoader):
         raise UsageError("this loader is resumable already; use it as it is")
     if not isinstance(loader, DataLoader):
-        raise UsageError(f"resumable() takes a torch DataLoader, not {type(loader).__name__}")
+        raise UsageError(
+            f"resumable() takes a torch DataLoader, not {type(loader).__name__}; if that is a framework's wrapper, "
+            "pass the DataLoader that it was made from, or see unbroken.integrations"
+        )
     if isinstance(loader.dataset, IterDataPipe):
         raise UsageError("DataPipes cannot be resumed exactly; give the DataLoader a Dataset or an IterableDataset")
     kind = type(loader)

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402  # after the chec
 from lightning.pytorch.trainer.states import RunningStage  # noqa: E402
 
 from unbroken.integrations.lightning import loops  # noqa: E402
-from unbroken.integrations.lightning.loader import EpochLoader, asked_of, drawing_apart, epoch_loader, unwrapped  # noqa: E402
+from unbroken.integrations.lightning.loader import EpochLoader, ending_with_each_pass, epoch_loader, unwrapped  # noqa: E402
 from unbroken.integrations.lightning.metrics import Metrics  # noqa: E402
 from unbroken.integrations.lightning.progress import Files, Progress, averages  # noqa: E402
 from unbroken.integrations.lightning.settings import is_tuning, refuse, refuse_ckpt_path  # noqa: E402
@@ -109,15 +109,15 @@ class UnbrokenCheckpoint(Callback):
         connector = self._trainer._data_connector
         original = type(connector)._prepare_dataloader
         if mode != RunningStage.TRAINING:
-            return drawing_apart(original(connector, dataloader, shuffle, mode))
-        given, asked = unwrapped(dataloader), asked_of(dataloader)
+            return ending_with_each_pass(original(connector, dataloader, shuffle, mode))
+        given = unwrapped(dataloader)
         if type(given.sampler) is RandomSampler and self._trainer.world_size == 1:
             # Lightning leaves it alone; dealt to one rank, its order holds for several too.
             seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
             given = (
                 deal(given, 0, 1, seed) if connector.trainer._accelerator_connector.use_distributed_sampler else given
             )
-        loader = epoch_loader(original(connector, given, shuffle, mode), asked)
+        loader = epoch_loader(dataloader, original(connector, given, shuffle, mode))
         self._loaders.append(loader)
         for name in ("loader", "loader0") if len(self._loaders) == 1 else (f"loader{len(self._loaders) - 1}",):
             size_as_saved(loader, self._path, self._trainer.world_size, name)

@@ -6,18 +6,14 @@ with a length for a batch after the last; and of one without a length it holds a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from unbroken.data.loader import ResumableLoader, resumable
 from unbroken.errors import UsageError
-
-log = logging.getLogger(__name__)
 
 
 class EpochLoader:
@@ -103,7 +99,7 @@ def unwrapped(loader: object) -> DataLoader[Any]:
     Raises UsageError for anything else.
     """
     if isinstance(loader, ResumableLoader):
-        return loader._loader
+        return loader.wrapped
     if not isinstance(loader, DataLoader):
         raise UsageError(
             f"train_dataloaders: a {type(loader).__name__} cannot be resumed exactly; give torch DataLoaders"
@@ -111,27 +107,18 @@ def unwrapped(loader: object) -> DataLoader[Any]:
     return loader
 
 
-def asked_of(loader: object) -> dict[str, Any]:
-    """What the script asked of `resumable`, if it made the loader resumable."""
-    return {"seed": loader.seed} if isinstance(loader, ResumableLoader) else {}
+def epoch_loader(given: object, dealt: Any) -> EpochLoader:
+    """What Lightning made of the script's loader, with a position. Raises UsageError as `resumable` does."""
+    return EpochLoader(given.over(dealt) if isinstance(given, ResumableLoader) else resumable(dealt))
 
 
-def epoch_loader(loader: Any, asked: Mapping[str, Any]) -> EpochLoader:
-    """A DataLoader, as it was dealt, with a position. Raises UsageError as `resumable` does."""
-    return EpochLoader(resumable(loader, **asked))
+def ending_with_each_pass(loader: Any) -> Any:
+    """A loader for validation whose workers end with it.
 
-
-def drawing_apart(loader: Any) -> Any:
-    """A loader for validation, which does not move the random numbers of training where a resumed job would not.
-
-    Workers that persist are seeded once in a process, at the first validation.
+    Of those that persist a resumed job has others, which have not drawn what the ones before had.
     """
     if isinstance(loader, DataLoader) and loader.persistent_workers:
-        loader.generator = loader.generator or torch.Generator().manual_seed(torch.initial_seed())
-        log.warning(
-            "a validation loader has persistent_workers: random numbers that its data set draws begin anew after a "
-            "resume; if it draws any, set persistent_workers=False"
-        )
+        object.__setattr__(loader, "persistent_workers", False)  # a DataLoader refuses to have it set
     return loader
 
 

@@ -23,7 +23,7 @@ from unbroken.integrations.extras import needs
 from unbroken.integrations.transformers.loader import EpochLoader, training_loader
 from unbroken.integrations.transformers.progress import Configuration, Log, Progress
 from unbroken.integrations.transformers.settings import refuse, warn_of_another_strategy
-from unbroken.integrations.transformers.trainer import TESTED, check, replace
+from unbroken.integrations.transformers.trainer import TESTED, check, check_begun, replace
 from unbroken.integrations.world import size_as_saved
 from unbroken.state import rng
 
@@ -116,6 +116,8 @@ class _Run(TrainerCallback):
             try:
                 return original()
             finally:
+                if self._loader is not None:
+                    self._loader.close()
                 self._checkpointer = self._prepared = self._loader = None
 
     def _make_loader(self, original: Any, arguments: dict[str, Any]) -> EpochLoader:
@@ -246,6 +248,7 @@ class _Run(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Right after the Trainer set its sums to nothing."""
+        check_begun(self._trainer)
         self._progress.begin()
         self._loss_before = self._trainer._tr_loss.detach().clone()
         if self._resumed is not None and args.eval_on_start:  # that was at the start

@@ -105,6 +105,10 @@ class EpochLoader:
         for _ in iter(self._loader) if not self._is_at_end else ():
             break
 
+    def close(self) -> None:
+        """Let go of what is under way, and its workers: the Trainer keeps hold of this loader."""
+        self._batches, self._ahead = iter(()), None
+
     def end_pass(self) -> None:
         """The epoch is over: let the loader know, if its last batch was taken."""
         for _ in self._batches:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState
 
+from unbroken.integrations.transformers.trainer import LOSS, SUMS
+
 log = logging.getLogger(__name__)
 
 _OF_THIS_START = frozenset(
@@ -33,8 +35,6 @@ _OF_THIS_START = frozenset(
     }
 )
 """Fields of TrainerState that follow from the arguments, or from who runs; and those that `Log` saves."""
-_SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
-"""Attributes of the Trainer, of which its log lines are made. `_tr_loss` is another, a tensor."""
 
 
 class Log:
@@ -106,8 +106,8 @@ class Progress:
             "grad_norm": _number(self.grad_norm),
             "learning_rate": _number(self.learning_rate),
             "state": {name: getattr(trainer.state, name) for name in sorted(fields)},
-            "sums": {name: getattr(trainer, name) for name in _SUMS},
-            "loss": trainer._tr_loss.detach().clone(),
+            "sums": {name: getattr(trainer, name) for name in SUMS},
+            "loss": getattr(trainer, LOSS).detach().clone(),
             "callbacks": [(type(one).__name__, one.state()["attributes"]) for one in _exportable(trainer)],
             "objects": [(type(one).__name__, one.state_dict()) for one in _stateful(trainer)],
         }
@@ -140,7 +140,7 @@ class Progress:
             return
         for name, value in self._loaded["sums"].items():
             setattr(self._trainer, name, value)
-        self._trainer._tr_loss = torch.as_tensor(self._loaded["loss"], device=self._trainer.args.device)
+        setattr(self._trainer, LOSS, torch.as_tensor(self._loaded["loss"], device=self._trainer.args.device))
         self._loaded = None
 
     def go_on(self) -> None:

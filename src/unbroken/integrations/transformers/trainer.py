@@ -51,6 +51,9 @@ METHODS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Methods that are replaced, with the names of their parameters."""
+LOSS = "_tr_loss"
+SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
+"""Attributes of a Trainer that trains, of which its log lines are made: a tensor, and numbers."""
 
 
 def check(trainer: Any) -> None:
@@ -58,10 +61,21 @@ def check(trainer: Any) -> None:
     for name, parameters in METHODS.items():
         method = getattr(trainer, name, None)
         if method is None or tuple(inspect.signature(method).parameters) != parameters:
-            raise UsageError(
-                f"Trainer.{name} is not as unbroken knows it from transformers {TESTED}: a newer unbroken may know "
-                f"this version, or install transformers {TESTED}"
-            )
+            raise _unknown(name)
+
+
+def check_begun(trainer: Any) -> None:
+    """The same of what it has only from when training begins."""
+    for name in (LOSS, *SUMS):
+        if not hasattr(trainer, name):
+            raise _unknown(name)
+
+
+def _unknown(name: str) -> UsageError:
+    return UsageError(
+        f"Trainer.{name} is not as unbroken knows it from transformers {TESTED}: a newer unbroken may know this "
+        f"version, or install transformers {TESTED}"
+    )
 
 
 def replace(trainer: Any, name: str, hook: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Loops with Accelerate and with Fabric that may be broken off, for tests on one rank and on several."""
+"""Loops with Accelerate that may be broken off, for tests on one rank and on several."""
 
 from __future__ import annotations
 
@@ -14,13 +14,25 @@ from integrations.lightning_runs import Numbers, Stream
 from unbroken.state.registry import State
 
 
-def net() -> nn.Module:
+def net(sharded: bool) -> nn.Module:
+    """FSDP2 leaves running means to each rank, and then no other number of ranks can have them."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
+    return nn.Sequential(nn.LayerNorm(4) if sharded else nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return (model(batch[0]).squeeze(1) - batch[1] / 46).square().mean()
+
+
+def shard(accelerator: Any) -> None:
+    """Let an Accelerator take the way of FSDP2 as on GPUs: on CPUs it takes that of DDP whatever it was asked for."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
 
 
 class Counted:
@@ -36,7 +48,7 @@ class Counted:
         self.batches = state["batches"]
 
 
-def accelerate(
+def train(
     rank: int, world: int, out: str, settings: dict[str, Any], broken_at: int | None = None, every: int = 1
 ) -> dict[str, Any]:
     """Three epochs with an evaluation after each, or until so many steps are done."""
@@ -59,12 +71,17 @@ def accelerate(
             dataloader_config=DataLoaderConfiguration(**settings.get("loader", {})),
             step_scheduler_with_optimizer=settings.get("paced", True),
             rng_types=settings.get("rng_types"),
+            dynamo_backend=settings.get("compiled", "no"),
         )
     finally:
         for name in environment:
             os.environ.pop(name, None)
+    if settings.get("sharded") and world > 1:
+        shard(accelerator)
+    if settings.get("scaled"):  # Accelerate makes none on CPUs
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8, growth_interval=3)
     set_seed(5)
-    model = net()
+    model = net(settings.get("sharded", False))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     stream = settings.get("stream", False)
@@ -109,56 +126,6 @@ def accelerate(
         "counted": counted.batches,
         "iteration": loader.iteration,
         "random": torch.get_rng_state().sum().item(),
+        "scale": accelerator.scaler and accelerator.scaler.get_scale(),
+        "kinds": sorted({type(weight).__name__ for weight in model.parameters()}),
     }
-
-
-def fabric(
-    rank: int, world: int, out: str, settings: dict[str, Any], broken_at: int | None = None, every: int = 1
-) -> dict[str, Any]:
-    """The same with Fabric."""
-    import lightning
-    from lightning.fabric.strategies import DDPStrategy
-
-    from unbroken.integrations.fabric import checkpointer
-
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 1}
-    if world > 1:
-        os.environ.update({name: str(value) for name, value in environment.items()})
-        os.environ.update(TORCHELASTIC_RUN_ID="tests", GROUP_RANK="0")
-    try:
-        lightning.seed_everything(5, verbose=False)
-        own = lightning.Fabric(
-            accelerator="cpu",
-            devices=world,
-            strategy=DDPStrategy() if world > 1 else "auto",
-            precision=settings.get("precision", "32-true"),
-        )
-        own.launch()
-        plain = net()
-        model, optimizer = own.setup(plain, torch.optim.AdamW(plain.parameters(), 0.01))
-        loader = own.setup_dataloaders(DataLoader(Numbers(), 4, shuffle=True))
-    finally:
-        for name in (*environment, "TORCHELASTIC_RUN_ID", "GROUP_RANK"):
-            os.environ.pop(name, None)
-    state = {"model": model, "optimizer": optimizer, "loader": loader}
-    ckpt = checkpointer(own, f"{out}/run", state, every=unbroken.Every(steps=every) if every else None, keep=None)
-    ckpt.restore()
-    seen, total = [], settings.get("steps", 18)
-    while ckpt.global_step < total:
-        for batch in loader:
-            if ckpt.global_step == broken_at:
-                return {"seen": seen}
-            seen.append(batch[1].tolist())
-            accumulating = ckpt.micro_step + 1 < 2
-            with own.no_backward_sync(model, enabled=accumulating):
-                own.backward(loss_of(model, batch))
-            if not accumulating:
-                own.clip_gradients(model, optimizer, max_norm=1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            ckpt.step(accumulating=accumulating)
-            if ckpt.global_step == total:
-                break
-    ckpt.close()
-    digests = State({"model": plain, "optimizer": optimizer.optimizer}).digests()
-    return {"seen": seen, "weights": digests, "random": torch.get_rng_state().sum().item()}

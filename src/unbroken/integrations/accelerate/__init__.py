@@ -1,0 +1,5 @@
+"""Accelerate: `checkpointer(accelerator, "runs/x", {…}, every=…)` for objects that `accelerator.prepare` returned."""
+
+from unbroken.integrations.accelerate.checkpointer import AcceleratedCheckpointer, checkpointer
+
+__all__ = ["AcceleratedCheckpointer", "checkpointer"]
