@@ -19,7 +19,7 @@ def struck(directory, name, nproc, kinds, trials, steps):
 @pytest.mark.parametrize("nproc", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_twenty_kills_change_nothing(tmp_path, name, nproc):
-    report = struck(tmp_path, name, nproc, ("rank", "all", "save"), 12, 60)
+    report = struck(tmp_path, name, nproc, ("rank", "all", "save"), 14, 60)
     tell(f"{name} on {nproc}", report)
     assert_clean(report, EVERY)
     assert sum(len(trial.strikes) for trial in report.trials) >= 20
