@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from unbroken.errors import UnsupportedValue
 from unbroken.layout.spread import Mesh, Spread, Stretch, replicated
-from unbroken.state.parts import Part
+from unbroken.state.parts import Placed, part_of
 
 WRAPPED = "_fsdp_wrapped_module"
 
@@ -38,21 +38,12 @@ def is_flat(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Flattened:
-    """One parameter that is there only as a part of a flat one."""
-
-    flat: Tensor
-    part: Part
-    spread: Stretch
-
-
-@dataclass(frozen=True, slots=True)
 class Sharded:
     """What is known of the parameters of FullyShardedDataParallel modules."""
 
     spreads: dict[int, Spread] = field(default_factory=dict)
     """How those that are still there lie on the ranks, by id."""
-    flattened: dict[int, dict[str, Flattened]] = field(default_factory=dict)
+    flattened: dict[int, dict[str, Placed]] = field(default_factory=dict)
     """Those that are not, by the id of the module that they belong to and by their name in it."""
     flat_ids: set[int] = field(default_factory=set)
     """The flat parameters that the latter are parts of."""
@@ -83,7 +74,7 @@ class Sharded:
         self.flat_ids.add(id(flat))
         for number, (info, stretch) in enumerate(zip(flat._param_infos, stretches, strict=True)):
             own = self.flattened.setdefault(id(info.module), {})
-            own[info.param_name] = Flattened(flat, _part_of(number, stretch), stretch)
+            own[info.param_name] = Placed(flat, part_of(number, stretch), stretch)
         for info in flat._shared_param_infos:
             first = self.flattened[id(info.prim_module)][info.prim_param_name]
             self.flattened.setdefault(id(info.module), {})[info.param_name] = first
@@ -140,17 +131,6 @@ def _stretches(module: Any, flat: Any) -> Iterator[Stretch]:
         if not is_padding:
             yield Stretch(tuple(next(shapes)), mesh, cutting, begin, length)
         begin += numel
-
-
-def _part_of(number: int, stretch: Stretch) -> Part:
-    """Where this rank's elements of a stretch lie in its piece of the line."""
-    rank = dist.get_rank()
-    first, last = stretch.range_of(rank)
-    if first == last:
-        return Part(number, 0, 0)
-    piece = 0 if stretch.cutting is None else stretch.mesh.coordinate(rank)[stretch.cutting]
-    begin = stretch.begin + first - piece * stretch.length
-    return Part(number, begin, begin + last - first)
 
 
 def _mesh_of(module: Any) -> tuple[Mesh, int | None]:

@@ -8,7 +8,7 @@ Eager or compiled, plain or under DistributedDataParallel, a parameter has one n
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +21,14 @@ from unbroken.errors import UnsupportedValue, UsageError
 from unbroken.layout.spread import Spread, replicated
 from unbroken.state.arrays import reason_not_plain
 from unbroken.state.fsdp1 import WRAPPED, Sharded, is_flat, is_fsdp1
-from unbroken.state.parts import Part
+from unbroken.state.parts import Elsewhere, Part, Placed
 from unbroken.state.sharding import is_dtensor, local_of, reason_not_spread, spread_of
 
 _WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
     (DistributedDataParallel, "module"),
     (nn.DataParallel, "module"),
     (ActivationWrapper, "_checkpoint_wrapped_module"),
+    (Elsewhere, "module"),
 )
 
 
@@ -114,16 +115,18 @@ def slots_of(name: str, root: nn.Module) -> list[Slot]:
     slots: list[Slot] = []
     ignored: dict[int, frozenset[int]] = {}
     sharded = Sharded()
+    elsewhere: Mapping[int, Mapping[str, Placed]] = root.places() if isinstance(root, Elsewhere) else {}
     for place in walk(root):
         if is_fsdp1(place.module):
             sharded.add(place.module, f"{name}/{place.fqn}" if place.fqn else name)
-        for own_name, found in sharded.flattened.get(id(place.module), {}).items():
+        placed = elsewhere.get(id(place.module)) or sharded.flattened.get(id(place.module), {})
+        for own_name, found in placed.items():
             fqn = join(place.fqn, own_name)
-            slots.append(Slot(name, fqn, found.flat, True, True, found.spread, part=found.part))
+            slots.append(Slot(name, fqn, found.tensor, True, True, found.spread, part=found.part))
         if place.ddp is not None and id(place.ddp) not in ignored:
             ignored[id(place.ddp)] = _ignored_by(place.ddp)
         for own_name, parameter in place.module._parameters.items():
-            if parameter is not None and not sharded.has_parts(parameter):
+            if parameter is not None and own_name not in placed and not sharded.has_parts(parameter):
                 spread = spread_of(parameter) or sharded.spreads.get(id(parameter))
                 if spread is None and place.ddp is not None and id(parameter) not in ignored[id(place.ddp)]:
                     spread = replicated_by(place.ddp, parameter)

@@ -25,6 +25,7 @@ from unbroken.state.captured import Captured, Json, LiveTensor, Restoration, Sav
 from unbroken.state.draft import Draft, naming
 from unbroken.state.look import Keeper, Look
 from unbroken.state.names import ParameterNames, Place, Slot, Ties, check_plain, join, slots_of, walk
+from unbroken.state.parts import Elsewhere
 from unbroken.state.sharding import holds_unreduced_gradients, reshard, spread_of
 
 TENSOR = "tensor"
@@ -109,6 +110,8 @@ class State:
                     walked += places
                     look.with_extra[name] = modules.places_with_extra(places)
                     look.described[name] = modules.describe_module(by_name[name])
+                    if isinstance(value, Elsewhere):
+                        alone += [slot.tensor for slot in by_name[name] if slot.is_parameter]
                 elif isinstance(value, Tensor):
                     look.described[name] = {"kind": TENSOR}
                     alone.append(value)
