@@ -38,6 +38,10 @@ class Job:
     """Elements of a sub-group of ZeRO-3."""
     keep_gathered: int = 0
     """Parameters of ZeRO-3 below this size stay gathered."""
+    loader_of_its_own: bool = False
+    """DeepSpeed makes the loader."""
+    unmanaged: bool = False
+    """The script says where a window ends."""
 
 
 class Rows(Dataset[Any]):
@@ -84,6 +88,8 @@ def config_of(job: Job, world_size: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
+    if job.unmanaged:
+        config["managed_gradient_accumulation"] = False
     if job.wide_sums:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
@@ -97,6 +103,7 @@ def forget_groups() -> None:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
     comm.cdb = None
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a shorter way that has to be compiled first
     deepspeed.zero.Init.param_id = 0
     (count,) = inspect.unwrap(DeepSpeedZeRoOffload._register_deepspeed_module).__defaults__
     count[0] = 0
@@ -130,7 +137,11 @@ class Run:
         optimizer = optimizer_of(model, job)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config_of(job, world_size)
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            config=config_of(job, world_size),
+            training_data=Rows() if job.loader_of_its_own else None,
         )
         self.job = job
         sampler = DistributedSampler(Rows(), world_size, rank, seed=3)
@@ -192,9 +203,15 @@ def weights_of(engine: Any) -> dict[str, list[float]]:
 
 
 @contextlib.contextmanager
-def launched(rank: int, world_size: int) -> Iterator[None]:
-    """As by a launcher: with its variables, and a process group for one rank alone too."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
+def launched(rank: int, world_size: int, directory: str) -> Iterator[None]:
+    """As by a launcher: with its variables, and a process group for one rank alone too. A ledger is kept."""
+    variables: dict[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_SIZE": world_size,
+    }
+    variables["UNBROKEN_LEDGER"] = f"{directory}/ledger"
     os.environ.update({name: str(value) for name, value in variables.items()})
     if world_size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -217,7 +234,7 @@ def train(
     every: int | None = 1,
 ) -> dict[str, Any]:
     """One start of a job, to its end or to where it is stopped."""
-    with launched(rank, world_size):
+    with launched(rank, world_size, directory):
         run = Run(rank, world_size, directory, job, every)
         run.ckpt.restore()
         run.go(until, stop)
@@ -226,7 +243,7 @@ def train(
 
 def masters_after(rank: int, world_size: int, directory: str, job: Job) -> dict[str, Any]:
     """Pieces of masters and moments by name, right after a restore; and the weights that a forward would see."""
-    with launched(rank, world_size):
+    with launched(rank, world_size, directory):
         run = Run(rank, world_size, directory, job, None)
         assert run.ckpt.restore() is not None
         told = {"pieces": pieces_in(rank, run.ckpt), "weights": weights_of(run.engine)}

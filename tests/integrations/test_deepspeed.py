@@ -67,6 +67,51 @@ def test_on_four_ranks_a_job_goes_on(ranks, tmp_path, job):
         assert_goes_on(*each)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_goes_and_comes_back_in_the_middle_of_an_epoch(ranks, tmp_path, stage):
+    """Under another stage each time; the global batch stays 8."""
+    whole = samples_by_step(ranks.run_all_well(f"{JOBS}:train", 2, str(tmp_path / "whole"), Job(stage), 8))
+    seen: dict[int, list[int]] = {}
+    for at, (world_size, until) in enumerate([(2, 3), (1, 5), (2, 8)]):
+        job = Job((stage + at) % 4)
+        seen |= samples_by_step(ranks.run_all_well(f"{JOBS}:train", world_size, str(tmp_path / "run"), job, until))
+    assert seen == whole
+    assert sorted(sample for samples in seen.values() for sample in samples) == list(range(64)), "each sample once"
+
+
+def samples_by_step(told: list[dict[str, Any]]) -> dict[int, list[int]]:
+    """Over all ranks."""
+    steps = told[0]["told"]
+    return {step: sorted(i for rank in told for _, ids in rank["told"][step] for i in ids) for step in steps}
+
+
+@pytest.mark.parametrize(
+    ("job", "named"),
+    [
+        (Job(2, loader_of_its_own=True), "training_data"),
+        (Job(2, unmanaged=True), "managed_gradient_accumulation"),
+    ],
+    ids=["its own loader", "unmanaged windows"],
+)
+def test_what_makes_an_exact_resume_impossible_is_named_at_the_start(ranks, tmp_path, job, named):
+    (raised,) = ranks.run(f"{JOBS}:train", 1, str(tmp_path), job, 2)
+    assert raised.kind == "UsageError" and named in raised.text
+
+
+def test_a_window_of_another_layout_is_refused(ranks, tmp_path):
+    ranks.run_all_well(f"{JOBS}:train", 2, str(tmp_path), Job(2, accumulate=2), 4, (2, 1))
+    (raised,) = ranks.run(f"{JOBS}:train", 1, str(tmp_path), Job(2, accumulate=2), 4)
+    assert "inside an accumulation window of DeepSpeedZeroOptimizer on 2 ranks" in raised.text
+
+
+def test_a_changed_deepspeed_is_refused_by_name():
+    from unbroken.errors import UsageError
+    from unbroken.integrations.deepspeed.private import OF_AN_ENGINE, check
+
+    with pytest.raises(UsageError, match=r"object\.optimizer is not as unbroken knows it from deepspeed 0\.19\.8"):
+        check(object(), OF_AN_ENGINE)
+
+
 def gathered(told: list[dict[str, Any]]) -> dict[str, list[float]]:
     """Tensors put together from the pieces of all ranks; replicas must be alike."""
     whole: dict[str, dict[Any, list[float]]] = {}

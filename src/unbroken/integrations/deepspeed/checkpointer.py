@@ -66,7 +66,6 @@ class EngineCheckpointer(Checkpointer):
         """As `Checkpointer.restore`; the engine's parameters become copies of the restored masters."""
         restored = super().restore(*args, **kwargs)
         if restored is not None:
-            self._parts["optimizer"].put_options()  # type: ignore[attr-defined]
             self._masters.publish()
             self._parts["window"].go_on()  # type: ignore[attr-defined]
         self._counted = self._masters.engine.global_steps

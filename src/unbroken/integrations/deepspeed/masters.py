@@ -206,35 +206,47 @@ class Module(Elsewhere):
         }
 
 
+class _Group(dict[str, Any]):
+    """A param group with its masters; options that are written to it reach the optimizer's own."""
+
+    def __init__(self, live: dict[str, Any]) -> None:
+        super().__init__()
+        self._live = live
+
+    def look(self, masters: list[Tensor]) -> None:
+        """Take the options as they are now. DeepSpeed's own marks are none."""
+        self.clear()
+        super().update({key: value for key, value in self._live.items() if not key.startswith("_ds_")}, params=masters)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._live[key] = value
+
+    def update(self, *others: Any, **more: Any) -> None:
+        """Each of them."""
+        for key, value in dict(*others, **more).items():
+            self[key] = value
+
+
 class _Stepped(Optimizer):
     """The optimizer of the masters, with all of them in its groups at any time. It takes no step by itself."""
 
     def __init__(self, masters: Masters) -> None:
         self._masters = masters
         self._base = masters.base  # what is registered by this stands for it
-        self._groups: list[dict[str, Any]] = []
+        self._groups = [_Group(live) for live in self._base.param_groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """By master."""
-        return self._masters.base.state
+        return self._base.state
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Options as they are now. What is written here reaches the optimizer by `put_options`."""
-        own = self._masters.base.param_groups
-        if len(self._groups) != len(own):
-            self._groups = [{} for _ in own]
-        for group, live, masters in zip(self._groups, own, self._masters.groups(), strict=True):
-            for key in group.keys() - live.keys():
-                del group[key]
-            group.update({key: value for key, value in live.items() if not key.startswith("_ds_")}, params=masters)
-        return self._groups
-
-    def put_options(self) -> None:
-        """Hand the options over, as they were restored."""
-        for group, live in zip(self._groups, self._masters.base.param_groups, strict=True):
-            live.update({key: value for key, value in group.items() if key != "params"})
+        """Options as they are now."""
+        for group, masters in zip(self._groups, self._masters.groups(), strict=True):
+            group.look(masters)
+        return [*self._groups]
 
     def step(self, closure: Any = None) -> Any:
         """Raises: the engine steps."""
