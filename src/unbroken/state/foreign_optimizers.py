@@ -66,7 +66,7 @@ def _refuse_parts(name: str, optimizer: Optimizer, owners: Sequence[Sequence[Own
     if part is not None:
         raise UnsupportedValue(
             f"{name}: {type(optimizer).__qualname__} has a state_dict of its own, and {part} is only a part of a flat "
-            "parameter: give FullyShardedDataParallel use_orig_params=True"
+            "parameter: with FullyShardedDataParallel give use_orig_params=True"
         )
 
 

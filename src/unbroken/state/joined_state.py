@@ -22,7 +22,7 @@ from unbroken.state.draft import Draft, count_and_name
 from unbroken.state.optimizer_state import Owner, Shared, target_of
 from unbroken.state.sharding import beside
 
-_HINT = "they are one flat parameter here, with one state: give FullyShardedDataParallel use_orig_params=True"
+_HINT = "they are one flat parameter here, with one state: with FullyShardedDataParallel give use_orig_params=True"
 
 
 @dataclass(frozen=True, slots=True)

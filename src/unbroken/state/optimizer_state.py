@@ -107,7 +107,7 @@ def capture_state(captured: Captured, path: str, owner: Owner, state: Mapping[An
 
 _UNSPLITTABLE = (
     "what an optimizer keeps so beside a flat parameter of several cannot be told apart by parameter: "
-    "give FullyShardedDataParallel use_orig_params=True"
+    "with FullyShardedDataParallel give use_orig_params=True"
 )
 
 
