@@ -1,4 +1,4 @@
-"""`ckpt-chaos`, a fault harness by others, on our example: it kills the job at each change of a file and compares.
+"""`ckpt-chaos`, a fault harness by others, on our examples: it kills the job at each change of a file and compares.
 
 `make chaos` runs all of its modes on one rank and on either of two; it starts the job twice for each point, so its
 short twin in the default run is `tests/crash`. Its events are Python's audit events, so it tears only
@@ -19,14 +19,14 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MODES = "before,torn,term,unsynced"
 FAIL_ON = "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL"
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ckpt_chaos") is None, reason="ckpt-chaos is not installed")
 
 
-def run(work: Path, modes: str, ranks: int, crash_rank: int, most: int) -> Counter[str]:
+def run(work: Path, modes: str, ranks: int, crash_rank: int, most: int, example: str = "ddp") -> Counter[str]:
     """Crash points that passed, by mode; fails if one did not."""
     command = [
         sys.executable,
@@ -42,7 +42,7 @@ def run(work: Path, modes: str, ranks: int, crash_rank: int, most: int) -> Count
     # A manifest holds times, so its size varies. Three checkpoints, as many as the example keeps.
     command += ["--checkpoint-glob", "{out}/step-*", "--ckpt-ignore-size", "--step-regex", r"restored step (\d+)"]
     command += ["--result-file", "{out}/final.txt", "--fail-on", FAIL_ON, "--timeout", "300", "--"]
-    command += [sys.executable, str(EXAMPLE), "--out", "{out}", "--steps", "6", "--every", "2"]
+    command += [sys.executable, str(EXAMPLES / f"{example}.py"), "--out", "{out}", "--steps", "6", "--every", "2"]
     # 0.1.8 tells only its `bench` targets which rank to strike: without this, `--crash-rank 1` strikes nobody.
     environment = {**os.environ, "CKPT_CHAOS_CRASH_RANK": str(crash_rank)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -67,3 +67,13 @@ def test_every_mode_of_ckpt_chaos_at_every_file_boundary_passes(tmp_path, ranks,
     passed = run(tmp_path, MODES, ranks, crash_rank, most=1000)
     print(f"{ranks} ranks, rank {crash_rank} struck: {dict(passed)}")
     assert {"before", "term", "unsynced"} <= passed.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "crash_rank"), [(1, 0), (2, 0)])
+@pytest.mark.parametrize("example", ["transformers_trainer", "lightning_trainer"])
+def test_the_examples_of_frameworks_pass_at_file_boundaries(tmp_path, example, ranks, crash_rank):
+    """Spread over all of them: each takes two starts of a framework."""
+    passed = run(tmp_path, MODES, ranks, crash_rank, most=24, example=example)
+    print(f"{example}, {ranks} ranks: {dict(passed)}")
+    assert {"before", "unsynced"} <= passed.keys()
