@@ -11,6 +11,7 @@ import torchmetrics
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -53,6 +54,8 @@ class Model(L.LightningModule):
         super().__init__()
         self.job = job
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), *job.norm(16), nn.Linear(16, 1))
+        if job.compiled:
+            self.net = torch.compile(self.net, backend="eager")
         self.batches = {}
         self.error = torchmetrics.MeanSquaredError()
 
@@ -213,6 +216,9 @@ class Job:
     batch_norm: bool = True
     patience: int = 100
     resumable_already: bool = False
+    compiled: bool = False
+    scaled: bool = False
+    """With a grad scaler, which Lightning makes on GPUs only."""
     trainer: dict = field(default_factory=dict)
 
     def norm(self, width):
@@ -243,6 +249,9 @@ def run(directory, job, *, batch=None, epoch_end=None, rank=0, world=1, keep=Non
     every = None if job.every is None else unbroken.Every(steps=job.every)
     options = {"max_epochs": 3, "accumulate_grad_batches": 1 if job.doubling else 2, "val_check_interval": 3}
     strategy = "auto"
+    if job.scaled:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8, growth_interval=3)
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
     if world > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": "1"}
         os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
@@ -269,6 +278,8 @@ def run(directory, job, *, batch=None, epoch_end=None, rank=0, world=1, keep=Non
         return Told(model.batches, log.told)
     metrics = {name: value.item().hex() for name, value in trainer.callback_metrics.items()}
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    if job.scaled:
+        metrics["scale"] = trainer.precision_plugin.scaler.get_scale()
     place = (trainer.global_step, trainer.current_epoch, rates, stopping.wait_count, stopping.best_score.item())
     return Told(model.batches, log.told, digest_of(model), metrics, place)
 

@@ -30,6 +30,8 @@ JOBS = {
     "max_steps": (Job(trainer={"max_steps": 9, "max_epochs": -1}), {"batch": 14}),
     "part of an epoch": (Job(trainer={"limit_train_batches": 7}), {"batch": 7}),
     "bf16": (Job(trainer={"precision": "bf16-mixed", **CHEAP}), {"batch": 9}),
+    "compiled": (Job(compiled=True, trainer=CHEAP), {"batch": 9}),
+    "a scaler": (Job(scaled=True, trainer=CHEAP), {"batch": 15}),
     "a stream": (Job(stream=True, trainer={"max_steps": 14, "max_epochs": -1}), {"batch": 15}),
     "a stream, at its end": (
         Job(stream=True, trainer={"max_steps": 14, "max_epochs": -1, "val_check_interval": 1.0}),
