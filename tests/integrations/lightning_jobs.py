@@ -248,6 +248,7 @@ def run(directory, job, *, batch=None, epoch_end=None, rank=0, world=1, keep=Non
     own += [GradientAccumulationScheduler({1: 2})] if job.doubling else []
     every = None if job.every is None else unbroken.Every(steps=job.every)
     options = {"max_epochs": 3, "accumulate_grad_batches": 1 if job.doubling else 2, "val_check_interval": 3}
+    options["enable_checkpointing"] = False
     strategy = "auto"
     if job.scaled:
         scaler = torch.amp.GradScaler("cpu", init_scale=8, growth_interval=3)
@@ -269,7 +270,6 @@ def run(directory, job, *, batch=None, epoch_end=None, rank=0, world=1, keep=Non
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=False,
         **{**options, **job.trainer},
     )
     try:
