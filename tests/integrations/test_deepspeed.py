@@ -12,6 +12,7 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed", allow_module_level=True)
 
 from integrations.deepspeed_jobs import Job
+from processes import Ranks
 
 JOBS = "integrations.deepspeed_jobs"
 STEPS = 7
@@ -32,6 +33,14 @@ EACH = {
     "stage 2, offloaded": Job(2, offload=True),
     "stage 3, offloaded": Job(3, bf16=True, offload=True),
 }
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Processes of its own: engines are never collected, and each search of later tests would go through them."""
+    processes = Ranks(4)
+    yield processes
+    processes.stop()
 
 
 def assert_goes_on(whole: dict[str, Any], first: dict[str, Any], second: dict[str, Any]) -> None:

@@ -233,7 +233,7 @@ class Tell(L.Callback):
 
 
 def test_a_job_that_is_told_to_leave_saves_its_step_and_goes_on(tmp_path):
-    job = Job(every=100, trainer=CHEAP)
+    job, handler = Job(every=100, trainer=CHEAP), signal.getsignal(signal.SIGTERM)
     straight = run(tmp_path / "straight", job)
     with pytest.raises(unbroken.Preempted) as left:
         run(tmp_path / "run", job, callbacks=[Tell()])
@@ -241,7 +241,7 @@ def test_a_job_that_is_told_to_leave_saves_its_step_and_goes_on(tmp_path):
     resumed = run(tmp_path / "run", job)
     assert min(resumed.batches) == 10
     assert (resumed.weights, resumed.place, resumed.metrics) == (straight.weights, straight.place, straight.metrics)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_fit_may_be_called_again_with_the_same_trainer(tmp_path):
