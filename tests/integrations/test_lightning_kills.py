@@ -41,6 +41,7 @@ JOBS = {
     "one optimizer adds up": (Job("AddingUp", trainer={"accumulate_grad_batches": 1}), {"batch": 17}),
     "frozen under way": (Job("Freezing", trainer={"accumulate_grad_batches": 1}), {"batch": 16}),
     "two loaders": (Job("TwoLoaders"), {"batch": 9}),
+    "two loaders, one of them at its end": (Job("TwoLoaders"), {"batch": 8}),
     "an average of weights": (Job(average=True), {"batch": 15}),
     "windows that grow": (Job(doubling=True), {"batch": 17}),
     "early stopping": (Job(patience=2), {"batch": 6}),

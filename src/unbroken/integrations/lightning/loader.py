@@ -26,6 +26,8 @@ class EpochLoader:
         """Whether the pass under way gave a batch."""
         self._exhausted = False
         """The pass under way has ended, before the epoch: the loop goes on with other loaders."""
+        self._ended = False
+        """It was restored so. After a pass that only finds the end of its epoch, the next one gives batches."""
         self._leaves = False
         """The next pass is of the next epoch, though this one gave nothing."""
         self._before: dict[str, Any] | None = None
@@ -33,14 +35,14 @@ class EpochLoader:
         self._samples: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        if self._exhausted and not self._leaves and not self._given:
-            return iter(())  # restored so
+        if self._ended and not self._leaves:
+            return iter(())
         return self._pass()
 
     def _pass(self) -> Iterator[Any]:
         if self._leaves and not self._exhausted:
             self._leave()
-        self._given = self._exhausted = self._leaves = False
+        self._given = self._exhausted = self._ended = self._leaves = False
         batches = iter(self._loader)
         while batch := self._next(batches):
             self._given = True
@@ -73,7 +75,7 @@ class EpochLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where `state_dict` was called. Raises StateMismatch as `ResumableLoader.load_state_dict` does."""
         self._loader.load_state_dict(state["loader"])
-        self._exhausted = state["exhausted"]
+        self._exhausted = self._ended = state["exhausted"]
         self._before, self._given, self._leaves = None, False, False
         self._samples.clear()
 
