@@ -40,11 +40,19 @@ def test_without_a_registered_loader_the_one_that_the_loop_is_inside_is_named(ru
 
 
 def test_a_loader_with_workers_is_told_from_one_whose_iteration_has_ended(run):
-    train, evaluate = (DataLoader(data(), 2, num_workers=1, persistent_workers=True) for _ in range(2))
-    for _ in evaluate:
-        pass
+    train, evaluate = (DataLoader(data(), 2, num_workers=1) for _ in range(2))
+    held = iter(evaluate)
+    assert len(list(held)) == 4
     for _ in itertools.islice(train, 2):
         assert run.forgotten() == ["loader `train` (DataLoader)"]
+
+
+def test_an_evaluations_loader_is_named_if_its_workers_persist(run):
+    """A resumed job starts them anew, and draws their seed from the training's random numbers once more."""
+    train, evaluate = unbroken.resumable(DataLoader(data(), 2)), DataLoader(data(), 2, num_workers=1)
+    lasting = DataLoader(data(), 2, num_workers=1, persistent_workers=True)
+    assert run.forgotten(loader=train) == ["loader `lasting` (DataLoader)"]
+    assert run.forgotten(loader=train, lasting=unbroken.resumable(lasting)) == []
 
 
 def test_between_two_epochs_a_shuffled_loader_is_named_if_none_is_registered(run):

@@ -86,9 +86,9 @@ def train(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     stream = settings.get("stream", False)
     loader = DataLoader(Stream() if stream else Numbers(), 4, shuffle=not stream)
-    model, optimizer, loader, held_out, scheduler = accelerator.prepare(
-        model, optimizer, loader, DataLoader(Numbers(8), 4), scheduler
-    )
+    workers = settings.get("lasting_workers", 0)
+    evaluation = DataLoader(Numbers(8), 4, num_workers=workers, persistent_workers=workers > 0)
+    model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, evaluation, scheduler)
     counted = Counted()
     accelerator.register_for_checkpointing(counted)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}

@@ -37,8 +37,7 @@ class Job:
     data: str = "plain"
     compiled: str = "no"
     validate: str = "no"
-    resumable_first: str = "no"
-    """How the loader was made resumable before Fabric set it up: the choice of `when_ranks_change`."""
+    when_ranks_change: str = "batch"
 
 
 class Given(LightningEnvironment):
@@ -139,10 +138,9 @@ def make_loader(job: Job, generator: torch.Generator | None) -> Any:
         return DataLoader(Noisy(), BATCH, sampler=Reversed(Noisy()), num_workers=job.workers)
     if job.data == "batch sampler":
         return DataLoader(Noisy(), batch_sampler=BatchSampler(RandomSampler(Noisy()), BATCH, False))
-    loader = DataLoader(
+    return DataLoader(
         Noisy(), BATCH, shuffle=True, num_workers=job.workers, persistent_workers=job.workers > 0, drop_last=True
     )
-    return loader if job.resumable_first == "no" else unbroken.resumable(loader, when_ranks_change=job.resumable_first)
 
 
 class Run:
@@ -174,6 +172,7 @@ class Run:
             fabric,
             directory,
             state,
+            when_ranks_change=job.when_ranks_change,
             every=unbroken.Every(steps=every) if every else None,
             on_error="raise",
             strict=True,
@@ -192,7 +191,7 @@ class Run:
                     break
 
     def _micro_step(self, batch: Any) -> None:
-        windows = self.job.accumulate * (self.loader.micro_batches if self.job.resumable_first == "accumulate" else 1)
+        windows = self.job.accumulate * (self.loader.micro_batches if self.job.when_ranks_change == "accumulate" else 1)
         accumulating = self.ckpt.micro_step + 1 < windows
         sync = self.fabric.no_backward_sync(self._set_up(), enabled=accumulating) if windows > 1 else _nothing()
         with sync if self.job.strategy != "fsdp2" else _nothing():

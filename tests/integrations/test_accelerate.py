@@ -12,6 +12,7 @@ SETTINGS = {
     "bf16": {"precision": "bf16"},
     "compiled": {"compiled": "eager"},
     "a scaler": {"scaled": True},
+    "an evaluation whose workers were to persist": {"lasting_workers": 1},
     "a seedable sampler": {"loader": {"use_seedable_sampler": True, "data_seed": 4}},
     "a stateful loader": {"loader": {"use_stateful_dataloader": True}, "all_loaders": True},
     "a stream": {"stream": True, "steps": 15, "loader": {"dispatch_batches": False}},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import unbroken
 from integrations.fabric_jobs import (
@@ -31,7 +29,7 @@ from integrations.fabric_jobs import (
     train_fabrics_way,
 )
 from unbroken.errors import UsageError
-from unbroken.integrations.fabric import ResumableFabricLoader, _Internals, checkpointer
+from unbroken.integrations.fabric import ResumableFabricLoader, checkpointer, private
 
 JOBS = "integrations.fabric_jobs"
 PER_EPOCH = SAMPLES // BATCH
@@ -66,7 +64,6 @@ ALONE = {
     "a weighted sampler": Job(data="weighted"),
     "a sampler of one's own": Job(data="own sampler"),
     "a batch sampler": Job(data="batch sampler"),
-    "resumable first": Job(resumable_first="batch"),
 }
 
 
@@ -119,10 +116,10 @@ def test_saving_at_every_step_equals_never_saving(ranks, tmp_path):
 
 @pytest.mark.parametrize("choice", ["batch", "accumulate"])
 def test_a_rank_goes_and_comes_back_in_the_middle_of_an_epoch(ranks, tmp_path, choice):
-    job = Job("ddp", resumable_first=choice)
+    job = Job("ddp", when_ranks_change=choice)
     samples: dict[int, list[int]] = {}
     for world_size, until in [(2, 2), (1, 4), (2, PER_EPOCH + 2)]:
-        alone = Job("auto", resumable_first=choice) if world_size == 1 else job
+        alone = Job("auto", when_ranks_change=choice) if world_size == 1 else job
         told = ranks.run_all_well(f"{JOBS}:train", world_size, str(tmp_path), alone, until)
         batches = 2 if world_size == 1 and choice == "accumulate" else 1
         assert {len(step) for step in told[0]["told"].values()} == {batches}
@@ -235,12 +232,6 @@ def test_what_cannot_be_exact_is_refused_at_the_start(tmp_path):
         unbroken.resumable(fabric.setup_dataloaders(DataLoader(Noisy())))
 
 
-def test_without_lightning_the_error_names_the_extra():
-    code = "import sys; sys.modules['lightning'] = None; import unbroken.integrations.fabric"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "UsageError: lightning 2.6 or newer is needed: pip install 'unbroken[lightning]'" in done.stderr
-
-
 def test_what_fabric_forgets_by_itself(tmp_path):
     """The left column of the table in docs/fabric.md."""
     path, job = str(tmp_path / "theirs.ckpt"), Job(precision="16-mixed")
@@ -253,16 +244,12 @@ def test_what_fabric_forgets_by_itself(tmp_path):
     assert resumed["scaler"] != whole["scaler"]
 
 
-def test_what_is_used_of_fabric_beyond_its_public_surface_is_there():
-    """A newer Fabric may have renamed it: then mend `unbroken.integrations.fabric`."""
-    fabric = make_fabric(0, 1, callbacks=[Average()])
-    net, inner = Net(), DataLoader(Noisy(), BATCH, sampler=[2, 1, 0])
-    model, loader = fabric.setup_module(net), fabric.setup_dataloaders(inner)
-    assert _Internals.forward_module(model) is net and _Internals.module_inside(model) is net
-    assert _Internals.loader_of(loader) is inner
-    assert len(_Internals.callbacks_of(fabric)) == 1
-    assert _Internals.sampler_inside(DistributedSamplerWrapper(inner.sampler, 2, 0)) is inner.sampler
-    dealt = _Internals.deal(fabric, DataLoader(Noisy(), BATCH, shuffle=True), 2, 1, 7)
-    assert type(dealt.sampler) is DistributedSampler
-    assert (dealt.sampler.num_replicas, dealt.sampler.rank, dealt.sampler.seed) == (2, 1, 7)
-    assert dealt.sampler.shuffle and dealt.batch_size == BATCH
+def test_the_private_names_are_as_fabric_has_them():
+    fabric = make_fabric(0, 1)
+    private.check_imported()
+    private.check(fabric, private.OF_FABRIC)
+    private.check(fabric.setup_module(Net()), private.OF_A_MODULE)
+    private.check(fabric.setup_dataloaders(DataLoader(Noisy())), private.OF_A_LOADER)
+    private.check(DistributedSamplerWrapper([2, 1, 0], 2, 0).dataset, private.OF_A_DEALT_SAMPLER)
+    with pytest.raises(UsageError, match=r"Fabric\._gone is not as unbroken knows it from lightning 2\.6\.6"):
+        private.check(fabric, ["_gone"])

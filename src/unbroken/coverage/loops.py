@@ -2,7 +2,8 @@
 
 A loader that was made resumable was meant to be registered. A plain DataLoader counts if it shuffles and the loop is
 inside it. If nothing that is registered could be the training's loader, one that does not shuffle counts too, and
-between two epochs one that shuffles. That keeps out evaluation loaders, whose iterations frameworks like to hold.
+between two epochs one that shuffles. That keeps out evaluation loaders, whose iterations frameworks like to hold; but
+not those whose workers persist: a resumed job draws their seed once more, and all its random numbers move.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ def loaders_in_use(alive: Alive, covered: Covered) -> list[object]:
     found = [loader for loader in inside if any(loader is other for other in shuffling)]
     if not found and not forgotten and not covered.has_loader:
         found = inside or shuffling
-    return forgotten + _once_each(found)
+    persisting = [loader for loader in plain if _workers_persist(loader)]
+    return forgotten + _once_each([*found, *persisting])
+
+
+def _workers_persist(loader: object) -> bool:
+    own = attributes(loader)
+    return bool(own.get("persistent_workers") and own.get("num_workers") and own.get("generator") is None)
 
 
 def _is_inside(iteration: object, loader: object) -> bool:

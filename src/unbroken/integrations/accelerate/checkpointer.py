@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from torch.utils.data import DataLoader
 
 from unbroken.checkpointer import Checkpointer
 from unbroken.errors import UsageError
 from unbroken.integrations.accelerate.loader import Position
 from unbroken.integrations.accelerate.private import (
-    AT_LEAST,
     OF_A_LOADER,
     OF_A_SCHEDULER,
     OF_AN_ACCELERATOR,
@@ -20,8 +21,8 @@ from unbroken.integrations.accelerate.private import (
     check,
 )
 from unbroken.integrations.accelerate.settings import refuse, refuse_stateful
-from unbroken.integrations.extras import needs
 from unbroken.integrations.pace import keep_pace, keeps_pace_with_ranks
+from unbroken.integrations.workers import ending_with_each_pass
 
 
 def checkpointer(
@@ -44,7 +45,6 @@ def checkpointer(
 
     Raises UsageError for what cannot be resumed exactly, naming the setting.
     """
-    needs("accelerate", "accelerate", AT_LEAST)
     check(accelerator, OF_AN_ACCELERATOR)
     refuse(accelerator)
     added: dict[str, Any] = {f"registered{at}": each for at, each in enumerate(accelerator._custom_objects)}
@@ -56,14 +56,14 @@ def checkpointer(
         raise UsageError(f"state={{{twice[0]!r}: …}}: the Accelerator's own {twice[0]} is saved by that name")
     refuse_stateful(accelerator, list(state.values()))
     found = {name: _unwrapped(name, value, accelerator) for name, value in state.items()}
+    for loader in accelerator._dataloaders:
+        if not any(loader is value for value in state.values()):
+            ending_with_each_pass(loader)
     added["accelerator"].schedulers = [value for value in state.values() if keeps_pace_with_ranks(value)]
     return AcceleratedCheckpointer(accelerator, path, {**found, **added}, **options)
 
 
 def _unwrapped(name: str, value: Any, accelerator: Any) -> object:
-    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
-    from accelerate.scheduler import AcceleratedScheduler  # type: ignore[import-untyped]
-
     if isinstance(value, AcceleratedOptimizer):
         check(value, OF_AN_OPTIMIZER)
         return value.optimizer

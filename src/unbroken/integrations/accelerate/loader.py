@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from accelerate.utils import broadcast_object_list
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from unbroken.data.loader import ResumableLoader, resumable
@@ -52,7 +54,7 @@ class _Inside:
     def __init__(self, base: Any, position: Position) -> None:
         self._base, self._position = base, position
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # isinstance() asks for it, of Accelerate's own wrappers too
     def __class__(self) -> Any:
         return type(self._base)
 
@@ -103,9 +105,6 @@ def _is_seedable(sampler: Any) -> bool:
 
 def _seed_of(sampler: Any, accelerator: Any) -> int:
     """Rank 0's, since every rank must have the same order."""
-    import torch
-    from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
-
     generator = getattr(sampler, "generator", None)
     seed = generator.initial_seed() if isinstance(generator, torch.Generator) else torch.initial_seed()
     told = [int(getattr(sampler, "initial_seed", None) or seed)]

@@ -6,9 +6,10 @@ instead of going wrong.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from unbroken.errors import UsageError
+from unbroken.integrations.known import check_attributes
 
 AT_LEAST = "1.1.0"
 TESTED = "1.15.0"
@@ -20,11 +21,6 @@ OF_A_SCHEDULER = ("scheduler", "split_batches", "step_with_optimizer")
 """Attributes, by what `accelerator.prepare` returned them of."""
 
 
-def check(found: Any, attributes: tuple[str, ...]) -> None:
-    """Raise UsageError, naming the attribute, if an object of Accelerate's lacks one."""
-    for attribute in attributes:
-        if not hasattr(found, attribute):
-            raise UsageError(
-                f"{type(found).__name__}.{attribute} is not as unbroken knows it from accelerate {TESTED}: a newer "
-                f"unbroken may know this version, or install accelerate {TESTED}"
-            )
+def check(found: Any, attributes: Sequence[str]) -> None:
+    """Raise UsageError, naming the attribute, if an object of the framework lacks one."""
+    check_attributes(found, attributes, "accelerate", TESTED)

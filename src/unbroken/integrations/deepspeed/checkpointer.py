@@ -10,10 +10,9 @@ from unbroken.checkpointer import Checkpointer
 from unbroken.errors import UsageError
 from unbroken.integrations.deepspeed.counters import Counters
 from unbroken.integrations.deepspeed.masters import Masters, Module, masters_of, stepped
-from unbroken.integrations.deepspeed.private import AT_LEAST, OF_AN_ENGINE, check
+from unbroken.integrations.deepspeed.private import OF_AN_ENGINE, check
 from unbroken.integrations.deepspeed.settings import refuse
 from unbroken.integrations.deepspeed.window import Window
-from unbroken.integrations.extras import needs
 from unbroken.restored import Restored
 
 
@@ -38,28 +37,30 @@ def checkpointer(
 
     Raises UsageError for what cannot be resumed exactly, naming the setting.
     """
-    needs("deepspeed", "deepspeed", AT_LEAST)
     check(engine, OF_AN_ENGINE)
     refuse(engine)
     masters = masters_of(engine)
-    parts: dict[str, Any] = {"model": Module(masters), "optimizer": stepped(masters), "engine": Counters(engine)}
-    parts["window"] = Window(masters)
+    window = Window(masters)
+    parts: dict[str, object] = {"model": Module(masters), "optimizer": stepped(masters)}
+    parts |= {"engine": Counters(engine), "window": window}
     if engine.lr_scheduler is not None:
         parts["scheduler"] = engine.lr_scheduler
     twice = sorted(parts.keys() & (state or {}).keys())
     if twice:
         raise UsageError(f"state={{{twice[0]!r}: …}}: the engine's own {twice[0]} is saved by that name")
-    return EngineCheckpointer(masters, path, {**parts, **(state or {})}, **options)
+    return EngineCheckpointer(masters, window, path, {**parts, **(state or {})}, **options)
 
 
 class EngineCheckpointer(Checkpointer):
     """A Checkpointer that knows from the engine whether gradients are being accumulated."""
 
-    def __init__(self, masters: Masters, path: str | Path, state: Mapping[str, object], **options: Any) -> None:
+    def __init__(
+        self, masters: Masters, window: Window, path: str | Path, state: Mapping[str, object], **options: Any
+    ) -> None:
         """See `checkpointer`."""
         super().__init__(path, state, **options)
         self._masters = masters
-        self._parts = state
+        self._window = window
         self._counted = masters.engine.global_steps
 
     def restore(self, *args: Any, **kwargs: Any) -> Restored | None:
@@ -67,7 +68,7 @@ class EngineCheckpointer(Checkpointer):
         restored = super().restore(*args, **kwargs)
         if restored is not None:
             self._masters.publish()
-            self._parts["window"].go_on()  # type: ignore[attr-defined]
+            self._window.go_on()
         self._counted = self._masters.engine.global_steps
         return restored
 

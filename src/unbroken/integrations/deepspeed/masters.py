@@ -237,12 +237,12 @@ class _Stepped(Optimizer):
         self._groups = [_Group(live) for live in self._base.param_groups]
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:  # type: ignore[override]  # torch has an attribute; this is looked up each time
         """By master."""
         return self._base.state
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # the same
         """Options as they are now."""
         for group, masters in zip(self._groups, self._masters.groups(), strict=True):
             group.look(masters)

@@ -6,9 +6,10 @@ instead of going wrong.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from unbroken.errors import UsageError
+from unbroken.integrations.known import check_attributes
 
 AT_LEAST = "0.19"
 TESTED = "0.19.8"
@@ -79,11 +80,6 @@ GRADIENT_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partitio
 OF_A_PARTITIONED_PARAMETER = ("ds_tensor", "ds_shape", "ds_id")
 
 
-def check(found: Any, attributes: tuple[str, ...]) -> None:
-    """Raise UsageError, naming the attribute, if an object of DeepSpeed's lacks one."""
-    for attribute in attributes:
-        if not hasattr(found, attribute):
-            raise UsageError(
-                f"{type(found).__name__}.{attribute} is not as unbroken knows it from deepspeed {TESTED}: a newer "
-                f"unbroken may know this version, or install deepspeed {TESTED}"
-            )
+def check(found: Any, attributes: Sequence[str]) -> None:
+    """Raise UsageError, naming the attribute, if an object of the framework lacks one."""
+    check_attributes(found, attributes, "deepspeed", TESTED)

@@ -9,26 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import RandomSampler
 
 from unbroken.checkpointer import Checkpointer
 from unbroken.errors import UnbrokenError, UsageError
 from unbroken.integrations.dealing import deal
-from unbroken.integrations.extras import needs
-from unbroken.integrations.lightning.private import AT_LEAST, check
+from unbroken.integrations.lightning import loops
+from unbroken.integrations.lightning.loader import EpochLoader, epoch_loader, unwrapped
+from unbroken.integrations.lightning.metrics import Metrics
+from unbroken.integrations.lightning.private import check
+from unbroken.integrations.lightning.progress import Files, Progress, averages
+from unbroken.integrations.lightning.settings import is_tuning, refuse, refuse_ckpt_path
+from unbroken.integrations.workers import ending_with_each_pass
 from unbroken.integrations.world import size_as_saved
-
-needs("lightning", "lightning", AT_LEAST)
-
-from lightning.pytorch.callbacks import Callback  # noqa: E402  # after the check, whose message says more
-from lightning.pytorch.trainer.states import RunningStage  # noqa: E402
-
-from unbroken.integrations.lightning import loops  # noqa: E402
-from unbroken.integrations.lightning.loader import EpochLoader, ending_with_each_pass, epoch_loader, unwrapped  # noqa: E402
-from unbroken.integrations.lightning.metrics import Metrics  # noqa: E402
-from unbroken.integrations.lightning.progress import Files, Progress, averages  # noqa: E402
-from unbroken.integrations.lightning.settings import is_tuning, refuse, refuse_ckpt_path  # noqa: E402
-from unbroken.state.rng import undisturbed  # noqa: E402
+from unbroken.state.rng import undisturbed
 
 
 class UnbrokenCheckpoint(Callback):

@@ -114,16 +114,6 @@ def epoch_loader(given: object, dealt: Any) -> EpochLoader:
     return EpochLoader(given.over(dealt) if isinstance(given, ResumableLoader) else resumable(dealt))
 
 
-def ending_with_each_pass(loader: Any) -> Any:
-    """A loader for validation whose workers end with it.
-
-    Of those that persist a resumed job has others, which have not drawn what the ones before had.
-    """
-    if isinstance(loader, DataLoader) and loader.persistent_workers:
-        object.__setattr__(loader, "persistent_workers", False)  # a DataLoader refuses to have it set
-    return loader
-
-
 def _has_length(loader: ResumableLoader) -> bool:
     try:
         len(loader)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from unbroken.errors import UsageError
+from unbroken.integrations.known import unknown
 
 AT_LEAST = "2.6"
 TESTED = "2.6.6"
@@ -76,20 +76,13 @@ def check(trainer: Any) -> None:
         try:
             found = getattr(importlib.import_module(module), member)
         except (ImportError, AttributeError) as error:
-            raise _unknown(name.replace(":", ".")) from error
+            raise unknown(name.replace(":", "."), "lightning", TESTED) from error
         for attribute in attributes:
             if not hasattr(found, attribute):
-                raise _unknown(f"{member}.{attribute}")
+                raise unknown(f"{member}.{attribute}", "lightning", TESTED)
     for path in OF_A_TRAINER:
         found = trainer
         for attribute in path.split("."):
             if not hasattr(found, attribute):
-                raise _unknown(f"Trainer.{path}")
+                raise unknown(f"Trainer.{path}", "lightning", TESTED)
             found = getattr(found, attribute)
-
-
-def _unknown(name: str) -> UsageError:
-    return UsageError(
-        f"{name} is not as unbroken knows it from lightning {TESTED}: a newer unbroken may know this version, or "
-        f"install lightning {TESTED}"
-    )

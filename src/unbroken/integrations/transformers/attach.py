@@ -19,11 +19,11 @@ from transformers import Trainer, TrainerCallback
 
 from unbroken.checkpointer import Checkpointer
 from unbroken.errors import SaveFailed, UsageError
-from unbroken.integrations.extras import needs
 from unbroken.integrations.transformers.loader import EpochLoader, training_loader
 from unbroken.integrations.transformers.progress import Configuration, Log, Progress
 from unbroken.integrations.transformers.settings import refuse, warn_of_another_strategy
-from unbroken.integrations.transformers.trainer import TESTED, check, check_begun, replace
+from unbroken.integrations.transformers.trainer import check, check_begun, replace
+from unbroken.integrations.workers import ending_with_each_pass
 from unbroken.integrations.world import size_as_saved
 from unbroken.state import rng
 
@@ -47,7 +47,6 @@ def attach(trainer: Trainer, path: str | Path, *, state: Mapping[str, object] | 
 
     Raises UsageError for a setting with which no exact resume is possible, naming it.
     """
-    needs("transformers", "transformers", TESTED)
     check(trainer)
     refuse(trainer)
     _Run(trainer, path, dict(state or {}), options).install()
@@ -127,14 +126,7 @@ class _Run(TrainerCallback):
         return self._loader
 
     def _make_evaluation_loader(self, original: Any, arguments: dict[str, Any]) -> Any:
-        """One whose workers end with the evaluation: of those that persist, a resumed job has others, which have not
-        drawn what the ones before had, and whose seed is drawn once more."""
-        args = self._trainer.args
-        persist, args.dataloader_persistent_workers = args.dataloader_persistent_workers, False
-        try:
-            return original()
-        finally:
-            args.dataloader_persistent_workers = persist
+        return ending_with_each_pass(original())
 
     def _restore(self, original: Any, arguments: dict[str, Any]) -> tuple[int, int]:
         trainer, given = self._trainer, arguments
@@ -153,7 +145,7 @@ class _Run(TrainerCallback):
         stop = stopped or self._counted >= given["max_steps"]
         self._resumed = _Resumed(self._progress.epoch, self._progress.updates, stop, left)
         if trainer.is_world_process_zero():
-            print(restored)  # noqa: T201  # what the loop of a script would do
+            print(restored, flush=True)  # noqa: T201  # what the loop of a script would do
         return self._progress.epoch, 0
 
     def _everything(self) -> dict[str, object]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader, IterableDataset
 
 from unbroken.data.loader import ResumableLoader, resumable
@@ -38,8 +39,6 @@ def training_loader(trainer: Any, make: Callable[[], Any]) -> ResumableLoader:
 
 def _share_of(loader: DataLoader[Any], rank: int, world: int) -> DataLoader[Any]:
     """The same of what is only iterated: each rank reads all, and keeps its part of each round of batches."""
-    from accelerate.data_loader import IterableDatasetShard  # type: ignore[import-untyped]
-
     if world == 1 or loader.batch_size is None:
         return loader
     shard = IterableDatasetShard(loader.dataset, loader.batch_size, loader.drop_last, world, rank)

@@ -11,8 +11,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from unbroken.errors import UsageError
+from unbroken.integrations.known import unknown
 
+AT_LEAST = "5.24.0"
 TESTED = "5.24.0"
 METHODS: dict[str, tuple[str, ...]] = {
     "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -61,21 +62,14 @@ def check(trainer: Any) -> None:
     for name, parameters in METHODS.items():
         method = getattr(trainer, name, None)
         if method is None or tuple(inspect.signature(method).parameters) != parameters:
-            raise _unknown(name)
+            raise unknown(f"Trainer.{name}", "transformers", TESTED)
 
 
 def check_begun(trainer: Any) -> None:
     """The same of what it has only from when training begins."""
     for name in (LOSS, *SUMS):
         if not hasattr(trainer, name):
-            raise _unknown(name)
-
-
-def _unknown(name: str) -> UsageError:
-    return UsageError(
-        f"Trainer.{name} is not as unbroken knows it from transformers {TESTED}: a newer unbroken may know this "
-        f"version, or install transformers {TESTED}"
-    )
+            raise unknown(f"Trainer.{name}", "transformers", TESTED)
 
 
 def replace(trainer: Any, name: str, hook: Callable[..., Any]) -> None:
