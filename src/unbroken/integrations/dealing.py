@@ -7,6 +7,7 @@ any number of ranks can go on in.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from typing import Any
@@ -61,21 +62,31 @@ def deal(loader: DataLoader[Any], rank: int, world: int, seed: int) -> DataLoade
         return loader
     else:
         own = Dealt(sampler, rank, world, loader.drop_last)
-    return DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        sampler=own,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    return loader_like(loader, loader.dataset, batch_size=loader.batch_size, sampler=own, drop_last=loader.drop_last)
+
+
+_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "pin_memory_device",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+def loader_like(loader: DataLoader[Any], dataset: Any, **batches: Any) -> DataLoader[Any]:
+    """A loader with the options of another.
+
+    batches  what makes its batches: `batch_size`, `sampler`, `drop_last`, or `batch_sampler`
+    """
+    known = inspect.signature(DataLoader.__init__).parameters  # newer versions of torch drop some, and have others
+    return DataLoader(dataset, **{name: getattr(loader, name) for name in _OPTIONS if name in known}, **batches)
 
 
 def _is_a_permutation(sampler: RandomSampler) -> bool:

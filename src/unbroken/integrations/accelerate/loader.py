@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from unbroken.data.loader import ResumableLoader, resumable
 from unbroken.integrations.ahead import Ahead
-from unbroken.integrations.dealing import deal
+from unbroken.integrations.dealing import deal, loader_like
 
 
 class Position(Ahead):
@@ -84,19 +84,10 @@ def _loader_of(prepared: Any, accelerator: Any) -> ResumableLoader:
     options: dict[str, Any] = {"batch_sampler": inner}
     if type(inner) is BatchSampler:
         options = {"batch_size": inner.batch_size, "sampler": sampler, "drop_last": inner.drop_last}
-    plain: DataLoader[Any] = DataLoader(
-        base.dataset,
-        num_workers=base.num_workers,
-        collate_fn=base.collate_fn,
-        pin_memory=base.pin_memory,
-        timeout=base.timeout,
-        worker_init_fn=base.worker_init_fn,
-        multiprocessing_context=base.multiprocessing_context,
-        prefetch_factor=base.prefetch_factor,
-        persistent_workers=base.persistent_workers,
-        **options,
+    return resumable(
+        deal(loader_like(base, base.dataset, **options), accelerator.process_index, accelerator.num_processes, seed),
+        seed=seed,
     )
-    return resumable(deal(plain, accelerator.process_index, accelerator.num_processes, seed), seed=seed)
 
 
 def _is_seedable(sampler: Any) -> bool:

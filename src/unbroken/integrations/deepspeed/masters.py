@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from unbroken.errors import UsageError
 from unbroken.integrations.deepspeed.private import MASTERS, OF_A_PARTITIONED_PARAMETER, check
-from unbroken.layout.spread import Mesh, Spread, Stretch, replicated
+from unbroken.layout.spread import Mesh, Spread, Stretch, line, replicated
 from unbroken.state.parts import Elsewhere, Part, Placed, part_of
 
 
@@ -149,7 +149,7 @@ class Partitions(Masters):
             return super().place_of_frozen(parameter)
         check(parameter, OF_A_PARTITIONED_PARAMETER)
         piece = parameter.ds_tensor
-        stretch = Stretch(tuple(parameter.ds_shape), Mesh((len(self.ranks),), self.ranks), 0, 0, piece.numel())
+        stretch = Stretch(tuple(parameter.ds_shape), line(self.ranks), 0, 0, piece.numel())
         first, last = stretch.range_of(dist.get_rank())
         return Placed(piece, Part(0, 0, last - first), stretch)
 
@@ -261,5 +261,4 @@ def stepped(masters: Masters) -> _Stepped:
 
 
 def _line_of(group: Any) -> Mesh:
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return Mesh((len(ranks),), ranks)
+    return line(tuple(dist.get_process_group_ranks(group)))

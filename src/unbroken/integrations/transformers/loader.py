@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unbroken.data.loader import ResumableLoader, resumable
 from unbroken.errors import UsageError
-from unbroken.integrations.dealing import deal
+from unbroken.integrations.dealing import deal, loader_like
 
 
 def training_loader(trainer: Any, make: Callable[[], Any]) -> ResumableLoader:
@@ -42,19 +42,7 @@ def _share_of(loader: DataLoader[Any], rank: int, world: int) -> DataLoader[Any]
     if world == 1 or loader.batch_size is None:
         return loader
     shard = IterableDatasetShard(loader.dataset, loader.batch_size, loader.drop_last, world, rank)
-    return DataLoader(
-        shard,
-        batch_size=loader.batch_size,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    return loader_like(loader, shard, batch_size=loader.batch_size, drop_last=loader.drop_last)
 
 
 @contextmanager
