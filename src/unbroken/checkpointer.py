@@ -318,10 +318,9 @@ class Checkpointer:
         if session is None or session.meetings is None:
             return None
         try:
-            if self._notice.received:
-                session.meetings.ask("leave")
-            elif session.cluster.rank == 0 and self._schedule.due_by_clock():
-                session.meetings.ask("save")
+            wanted = self._wanted()
+            if wanted is not None:
+                session.meetings.ask(wanted)
             return session.meetings.now(self._global_step)
         except DeadlineExceeded as error:
             log.warning("%s", error)
@@ -330,6 +329,13 @@ class Checkpointer:
             # Rank 0 is gone: the next collective of the training itself ends this job.
             log.debug("no meeting: %s", error)
             return None
+
+    def _wanted(self) -> Literal["save", "leave"] | None:
+        """What all ranks shall do soon, if it is for this one to say."""
+        if self._notice.received:
+            return "leave"
+        assert self._session is not None
+        return "save" if self._session.cluster.rank == 0 and self._schedule.due_by_clock() else None
 
     def _leave(self) -> None:
         reason = self._notice.received or "another rank was told to leave"

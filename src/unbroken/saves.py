@@ -24,8 +24,8 @@ class Saves:
     """Why the newest save whose outcome is known did not commit; None if it did."""
     taken_over: bool = False
     """True once a newer start of the job owns the directory: nothing may be saved any more."""
-    committed_step: int | None = None
-    """The newest step known to be durable."""
+    committed: SaveId | None = None
+    """The newest save known to be durable."""
     _outcome: Outcome | None = None
     _left: SaveId | None = None
 
@@ -51,7 +51,7 @@ class Saves:
         self._outcome = outcome
         if outcome.committed:
             self.failure = None
-            self.committed_step = outcome.step
+            self.committed = SaveId(outcome.step, outcome.micro_step, 0)
         elif outcome.taken_over_by:
             self.taken_over = True
             self.failure = TakenOver(f"{outcome.reason}; this job saves no more: end it")

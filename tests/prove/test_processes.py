@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from unbroken.prove.faults import Fault
+from unbroken.prove.launch import Place
 from unbroken.prove.nodes import LoopbackNode
-from unbroken.prove.processes import MARKER, NODE, kill_marked, marked, workers
+from unbroken.prove.processes import MARKER, NODE, kill_marked, marked, recorded, workers
 from unbroken.prove.strike import strike
 
 # Says that it runs, with its process ids, and waits until its input ends.
@@ -82,12 +83,22 @@ def test_a_worker_is_told_from_what_it_forked(family):
     assert workers(marked(family.marker)) == {0: other, 1: parent}
 
 
+def test_workers_of_another_launcher_are_known_by_their_ledgers(family, tmp_path):
+    (old,), (new,), (other,) = family.start(), family.start(), family.start()
+    (stranger,) = family.start(marker="somebody else")
+    names = [(0, 1, old), (0, 2, new), (1, 1, stranger), (2, 1, 4194303), (3, 1, other)]
+    for rank, generation, pid in names:
+        (tmp_path / f"rank-{rank:05d}-g{generation:04d}-{pid}.jsonl").touch()
+    (tmp_path / "notes.jsonl").touch()
+    assert recorded(tmp_path, marked(family.marker)) == {0: new, 3: other}
+
+
 @pytest.mark.parametrize(("kind", "victim", "dead"), [("rank", 1, {1}), ("node", 1, {1, 2}), ("all", None, {0, 1, 2})])
 def test_a_fault_kills_what_it_says(family, kind, victim, dead):
     for rank, node in ((0, 0), (1, 1), (2, 1)):
         family.start(**{"RANK": str(rank), NODE: str(node)})
     nodes = [LoopbackNode(index, family.marker) for index in (0, 1)]
-    assert strike(Fault(kind, victim, 0, 0.0), nodes, family.marker, Path(), random.Random(0)) is not None
+    assert strike(Fault(kind, victim, 0, 0.0), nodes, family.marker, Place(Path()), random.Random(0)) is not None
     for rank in dead:
         assert family.processes[rank].wait(30) == -9  # the kernel needs a moment to end it
     living = {int(process.environment["RANK"]) for process in marked(family.marker)}
@@ -98,7 +109,7 @@ def test_a_fault_that_finds_nobody_has_not_struck(family):
     family.start(RANK="0", **{NODE: "0"})
     nodes = [LoopbackNode(index, family.marker) for index in (0, 1)]
     for kind in ("rank", "node", "sigterm"):
-        assert strike(Fault(kind, 1, 0, 0.0), nodes, family.marker, Path(), random.Random(0)) is None
+        assert strike(Fault(kind, 1, 0, 0.0), nodes, family.marker, Place(Path()), random.Random(0)) is None
     assert len(marked(family.marker)) == 1
 
 
@@ -106,6 +117,6 @@ def test_a_preempted_worker_alone_gets_the_signal(family):
     for rank in (0, 1):
         family.start(**{"RANK": str(rank), NODE: "0"})
     nodes = [LoopbackNode(0, family.marker)]
-    assert strike(Fault("sigterm", 1, 0, 0.0), nodes, family.marker, Path(), random.Random(0)) is not None
+    assert strike(Fault("sigterm", 1, 0, 0.0), nodes, family.marker, Place(Path()), random.Random(0)) is not None
     assert family.processes[1].wait(30) == -15
     assert family.processes[0].poll() is None

@@ -42,6 +42,30 @@ def test_a_script_that_resumes_exactly_passes_every_kind_of_fault(tmp_path):
     assert still_running(tmp_path) == []
 
 
+def test_a_job_that_starts_its_lost_workers_again_by_itself_is_struck_and_not_started_anew(tmp_path):
+    launcher = str(Path(__file__).with_name("fake_launcher.py"))
+    command = Command((launcher, "2", "--steps", str(STEPS), "--every", str(EVERY)), 2, "none")
+    report = prove(Settings(command, 1, ("rank",), 3, 0, tmp_path, 60.0, grace_s=1.0))
+    assert report.passed, [trial.difference or trial.problem for trial in report.trials]
+    strikes = [strike for trial in report.trials for strike in trial.strikes]
+    assert len(strikes) > 3  # more than one in some start
+    assert all(strike.steps_lost is not None and strike.steps_lost < 3 * EVERY for strike in strikes)
+    assert [len(trial.place.logs()) for trial in report.trials] == [1, 1, 1]
+    assert still_running(tmp_path) == []
+
+
+def test_a_job_that_does_not_start_its_lost_workers_again_is_started_anew(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(
+        f"import os, runpy; os.environ.update(RANK='0', WORLD_SIZE='1'); runpy.run_path({FAKE!r}, run_name='__main__')"
+    )
+    command = Command((str(script), "--steps", str(STEPS), "--every", str(EVERY)), 1, "none")
+    report = prove(Settings(command, 1, ("rank",), 1, 0, tmp_path / "proof", 60.0, grace_s=1.0))
+    assert report.passed, [trial.difference or trial.problem for trial in report.trials]
+    trial = report.trials[0]
+    assert len(trial.place.logs()) == len(trial.strikes) + 1
+
+
 @pytest.mark.slow  # its short twins, within processes, are in test_forgetful.py
 @pytest.mark.parametrize("forgotten", ["samples", "rng", "optimizer"])
 def test_a_script_that_forgets_a_part_of_its_state_fails_and_the_part_is_named(tmp_path, forgotten):

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -24,10 +25,20 @@ from unbroken.prove.run import Report, Settings
 from unbroken.prove.run import prove as run_proof
 
 
+class Launcher(StrEnum):
+    """What starts the workers of a job."""
+
+    torchrun = "torchrun"
+    none = "none"
+
+
 def prove(
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT", show_default=False)],
     nodes: Annotated[int, typer.Option(min=1, help="Nodes to simulate.")] = 1,
     nproc: Annotated[int, typer.Option(min=1, help="Workers per node.")] = 2,
+    launcher: Annotated[
+        Launcher, typer.Option(help="`none`: SCRIPT starts its workers itself, and again when one is lost, as with Ray.")
+    ] = Launcher.torchrun,
     faults: Annotated[
         str,
         typer.Option(
@@ -76,7 +87,9 @@ def prove(
     to repeat the trial are shown); 2 wrong use, or the script fails undisturbed.
     """
     kinds = _kinds(faults) if faults else []
-    command = Command(_checked(script), nproc)
+    command = Command(_checked(script), nproc, launcher.value)
+    if launcher is Launcher.none and nodes > 1:
+        raise UsageError("--launcher none: the script starts its nodes itself; leave --nodes out")
     if trial is not None and trial > trials:
         raise UsageError(f"--trial {trial}: there are only {trials}, see --trials")
     kept = directory.absolute() if directory is not None else None
@@ -86,7 +99,8 @@ def prove(
 
     def repeat(number: int) -> str:
         faults = f"--faults {','.join(report.kinds)} --trials {trials} --seed {seed} --trial {number}"
-        options = f"--nodes {nodes} --nproc {nproc} {faults}"
+        how = "" if launcher is Launcher.torchrun else f"--launcher {launcher.value} "
+        options = f"{how}--nodes {nodes} --nproc {nproc} {faults}"
         return f"unbroken prove {options}{' --loopback' if loopback else ''} -- {shlex.join(script)}"
 
     with _ended_in_order(), console.status("starting") as status:

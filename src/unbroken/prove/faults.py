@@ -29,6 +29,8 @@ MORE_FAULTS = (0, 0, 0, 1, 1, 2)
 """How many more faults than one a trial has; drawn evenly."""
 INSIDE = ("save", "restore", "disk-full")
 """Kinds that strike inside the job, at a point of faultpoints.py, and need a Checkpointer there."""
+OF_ONE_WORKER = ("rank", "save", "restore", "sigterm")
+"""Kinds that take one worker, which some launchers start again by themselves."""
 SAVE_POINTS = (*SAVE, *COMMIT)
 RESTORE_POINTS = (*RESTORE, *BEGIN)
 

@@ -1,4 +1,4 @@
-"""Start a job under torchrun, one launcher per node, and watch it end.
+"""Start a job, under torchrun with one launcher per node or as a script that starts its workers itself; watch it end.
 
 Each launcher writes into a log file of its own. Whatever becomes of a job, `Job.end` leaves none of its processes.
 """
@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from unbroken import faultpoints
 from unbroken.directory import RUN_DIRECTORY
@@ -83,6 +84,8 @@ class Command:
     script: tuple[str, ...]
     """A script and its arguments, or `-m`, a module and its arguments."""
     workers_per_node: int
+    launcher: Literal["torchrun", "none"] = "torchrun"
+    """none: the script starts its workers itself, and starts them again when one is lost."""
 
 
 @dataclass(slots=True)
@@ -122,7 +125,7 @@ class Job:
 
     def preempted(self) -> bool:
         """True if a worker left with code 75: it saved its state and wants to be started again."""
-        return any(_PREEMPTED.search(_text(path)) for path in self.logs)
+        return 75 in self.codes() or any(_PREEMPTED.search(_text(path)) for path in self.logs)
 
     def restored_step(self) -> int | None:
         """K of the line `restored step K …` that this start printed, if it did."""
@@ -150,7 +153,7 @@ def start(
             with log.open("wb") as output:
                 job.launchers.append(
                     subprocess.Popen(
-                        node.enter(_torchrun(command, nodes, node, port, place, directory)),
+                        node.enter(_arguments(command, nodes, node, port, place, directory)),
                         env={**_environment(node, place, marker), **armed},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
@@ -165,9 +168,12 @@ def start(
     return job
 
 
-def _torchrun(
+def _arguments(
     command: Command, nodes: Sequence[Node], node: Node, port: int, place: Place, directory: Path
 ) -> list[str]:
+    script = [argument.replace(OUT, str(place.run)) for argument in command.script]
+    if command.launcher == "none":
+        return [sys.executable, *script]
     # Not --standalone: static rendezvous works the same for one node and for several, and with --max-restarts 0 a
     # lost worker ends the job on its node, so that it is always we who start it again.
     return [
@@ -177,7 +183,7 @@ def _torchrun(
         *("--nproc-per-node", str(command.workers_per_node), "--max-restarts", "0"),
         # Otherwise a killed launcher leaves a directory among the system's temporary files.
         *("--log-dir", str(directory / "torchrun")),
-        *(argument.replace(OUT, str(place.run)) for argument in command.script),
+        *script,
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ NODE = "UNBROKEN_PROVE_NODE"
 """Environment variable that says on which simulated node a process runs."""
 KILL_DEADLINE_S = 10.0
 _PROC = Path("/proc")
+_LEDGER = re.compile(r"rank-(?P<rank>\d+)-g(?P<generation>\d+)-(?P<pid>\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,21 @@ def workers(processes: list[Process]) -> dict[int, int]:
     """Process ids of the job's workers by rank. Helpers that a worker has forked are not workers."""
     ranks = {process.pid: rank for process in processes if (rank := process.environment.get("RANK", "")).isdigit()}
     return {int(ranks[process.pid]): process.pid for process in processes if _leads(process, ranks)}
+
+
+def recorded(ledger: Path, processes: list[Process]) -> dict[int, int]:
+    """Process ids of ranks by what their ledgers are called: of workers that some other launcher has started.
+
+    ledger  the directory of the ledgers; only processes among `processes` count
+    """
+    alive = {process.pid for process in processes}
+    found: dict[int, tuple[int, int]] = {}
+    for path in ledger.glob("*.jsonl"):
+        named = _LEDGER.fullmatch(path.name)
+        if named and int(named["pid"]) in alive:
+            rank, newest = int(named["rank"]), (int(named["generation"]), int(named["pid"]))
+            found[rank] = max(newest, found.get(rank, newest))
+    return {rank: pid for rank, (_, pid) in found.items()}
 
 
 def _leads(process: Process, ranks: dict[int, str]) -> bool:

@@ -16,8 +16,9 @@ import msgspec
 from unbroken import faultpoints
 from unbroken.prove.damage import committed, damage
 from unbroken.prove.faults import INSIDE, Fault
+from unbroken.prove.launch import Place
 from unbroken.prove.nodes import Node
-from unbroken.prove.processes import KILL_DEADLINE_S, kill, marked, terminate, workers
+from unbroken.prove.processes import KILL_DEADLINE_S, kill, marked, recorded, terminate, workers
 
 
 def arm(fault: Fault | None, told: Path) -> dict[str, str]:
@@ -42,12 +43,13 @@ def may_strike(fault: Fault, run: Path) -> bool:
     return count is None or count >= fault.checkpoints
 
 
-def strike(fault: Fault, nodes: Sequence[Node], marker: str, run: Path, draw: random.Random) -> str | None:
+def strike(fault: Fault, nodes: Sequence[Node], marker: str, place: Place, draw: random.Random) -> str | None:
     """Do what the fault does; how, for the report, or None if there was nothing to strike (yet, or any more)."""
     if fault.kind in INSIDE:
         return fault.point  # it has struck by itself
     if fault.kind in ("rank", "sigterm"):
-        pid = workers(marked(marker)).get(fault.victim or 0)
+        processes = marked(marker)
+        pid = (workers(processes) or recorded(place.ledger, processes)).get(fault.victim or 0)
         if pid is None:
             return None
         (terminate if fault.kind == "sigterm" else kill)([pid])
@@ -55,7 +57,7 @@ def strike(fault: Fault, nodes: Sequence[Node], marker: str, run: Path, draw: ra
     struck = [node for node in nodes if fault.kind != "node" or node.index == fault.victim]
     if not _kill_nodes(struck):
         return None
-    return (damage(run, fault.kind, draw) or "no file to damage") if fault.kind in ("bit-flip", "truncate") else ""
+    return (damage(place.run, fault.kind, draw) or "no file to damage") if fault.kind in ("bit-flip", "truncate") else ""
 
 
 def _kill_nodes(nodes: Sequence[Node]) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from unbroken.prove.faults import INSIDE, Fault
+from unbroken.prove.faults import INSIDE, OF_ONE_WORKER, Fault
 from unbroken.prove.launch import POLL_S, Command, Job, Place, start
 from unbroken.prove.ledger import Progress, last_step, read_ledger
 from unbroken.prove.nodes import Node
@@ -95,6 +95,10 @@ class Ground:
     """Of each start of the job."""
     grace_s: float
 
+    def survives(self, fault: Fault) -> bool:
+        """Whether the job itself starts again what the fault takes."""
+        return self.command.launcher == "none" and fault.kind in OF_ONE_WORKER
+
     def until(self, job: Job, arrived: Callable[[], bool]) -> Literal["arrived", "ended", "late"]:
         """Wait until `arrived()` is true, the job has ended, or its deadline has come, whichever is first."""
         deadline = job.started_at + self.deadline_s
@@ -115,6 +119,8 @@ class _Start:
     """The faults that struck, in order."""
     hung: bool
     """True if neither a fault nor the job itself ended it before the deadline."""
+    survived: bool
+    """True if the job came to its end in spite of what struck it."""
     codes: Sequence[int]
     """Exit codes of the launchers that ended by themselves."""
     preempted: bool
@@ -134,7 +140,7 @@ def run_trial(ground: Ground, trial: Trial, faults: Sequence[Fault], reference: 
         trial.strikes += this.struck
         del remaining[: len(this.struck)]
         trial.problem = _problem(ground, trial, this, number, reference)
-        if trial.problem or not (this.struck or this.preempted):
+        if trial.problem or not (this.struck or this.preempted) or (this.survived and not remaining):
             break
     else:
         trial.problem = f"the job was started {MOST_STARTS} times and did not come to its end"
@@ -156,14 +162,18 @@ def _problem(ground: Ground, trial: Trial, this: _Start, number: int, reference:
 def _start(ground: Ground, trial: Trial, number: int, faults: Sequence[Fault], reference: Reference) -> _Start:
     place = trial.place
     place.ledger.mkdir(parents=True, exist_ok=True)
-    progress = Progress(place.ledger)
+    progress = first = Progress(place.ledger)
     told = place.root / f"struck-{number:03d}"
     draw = random.Random(f"damage/{trial.number}/{number}")
     armed = arm(faults[0] if faults else None, told)
     job = start(ground.command, ground.nodes, place, number, ground.marker, armed)
     struck: list[Strike] = []
+    recovered: list[tuple[Strike, Progress]] = []
+    """Faults after which the job went on by itself, and how it did."""
     try:
-        for fault in faults:
+        for number_here, fault in enumerate(faults):
+            if number_here and fault.kind in INSIDE:
+                break  # it is armed when the job is started
             moment = told.exists if fault.kind in INSIDE else _moment(fault, job, progress, place, reference)
             if ground.until(job, moment) != "arrived" and not _told_late(fault, moment):
                 break
@@ -172,17 +182,24 @@ def _start(ground: Ground, trial: Trial, number: int, faults: Sequence[Fault], r
             if how is None:
                 break
             struck.append(Strike(fault, progress.look(), how))
-            if fault.ends_the_job:
+            if ground.survives(fault):
+                progress = Progress(place.ledger)
+                recovered.append((struck[-1], progress))
+            elif fault.ends_the_job:
                 break
-        hung = _let_end(ground, job, struck)
+        hung = _let_end(ground, job, struck, recovered, len(faults))
         codes = job.codes()
     finally:
         job.end()
-    progress.look()
+    for survived, after in recovered:
+        after.look()
+        survived.restored = None if after.first is None else after.first - 1
+    first.look()
     restored = job.restored_step()
-    if restored is None and progress.first is not None:
-        restored = progress.first - 1
-    return _Start(struck, hung, codes, job.preempted(), restored)
+    if restored is None and first.first is not None:
+        restored = first.first - 1
+    survived = bool(recovered) and struck[-1] is recovered[-1][0] and len(codes) == len(job.launchers) and not any(codes)
+    return _Start(struck, hung, survived, codes, job.preempted(), restored)
 
 
 def _told_late(fault: Fault, moment: Callable[[], bool]) -> bool:
@@ -195,16 +212,23 @@ def _strike(ground: Ground, job: Job, fault: Fault, place: Place, draw: random.R
     how: list[str] = []
 
     def done() -> bool:
-        found = strike(fault, ground.nodes, ground.marker, place.run, draw)
+        found = strike(fault, ground.nodes, ground.marker, place, draw)
         how.extend([] if found is None else [found])
         return bool(how)
 
     return how[0] if ground.until(job, done) == "arrived" else None
 
 
-def _let_end(ground: Ground, job: Job, struck: Sequence[Strike]) -> bool:
+def _let_end(
+    ground: Ground, job: Job, struck: Sequence[Strike], recovered: Sequence[tuple[Strike, Progress]], planned: int
+) -> bool:
     """Wait for the job's end; True if it hangs. Whoever was not killed gets a moment to fail by itself."""
-    if struck and struck[-1].fault.ends_the_job and struck[-1].fault.kind != "sigterm":
+    last = struck[-1] if struck else None
+    if recovered and recovered[-1][0] is last:
+        # It goes on by itself: to its end, or, if there is more to strike in another start, until that is seen.
+        going_on = recovered[-1][1]
+        return ground.until(job, lambda: len(struck) < planned and going_on.look() is not None) == "late"
+    if last is not None and last.fault.ends_the_job and last.fault.kind != "sigterm":
         job.wait(time.monotonic() + ground.grace_s)
         return False
     return ground.until(job, lambda: False) == "late"

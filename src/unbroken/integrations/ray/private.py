@@ -1,0 +1,79 @@
+"""The private names of Ray Train that the integration leans on, all of them.
+
+Known to hold for ray 2.60; `check_imported` looks for each, so that another version is refused with a clear message
+instead of going wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from unbroken.errors import UsageError
+from unbroken.integrations.known import check_attributes
+
+AT_LEAST = "2.60"
+TESTED = "2.60.0"
+
+IMPORTED = {
+    "ray.train": ("report", "get_context", "get_checkpoint", "Checkpoint"),
+    "ray.train.v2.api.report_config": ("CheckpointUploadMode",),
+    "ray.train.v2._internal.execution.context": ("get_train_context",),
+    "ray.train.v2._internal.execution.train_fn_utils": ("get_train_fn_utils",),
+}
+"""By module."""
+OF_THE_STORAGE = (
+    "storage_filesystem",
+    "experiment_fs_path",
+    "build_checkpoint_path_from_name",
+    "checkpoint_manager_snapshot_path",
+)
+OF_A_SNAPSHOT = (
+    "checkpoint_results",
+    "checkpoint_report_indices",
+    "latest_checkpoint_result",
+    "pending_training_results",
+    "pending_validation_specs",
+)
+"""Keys of the file in which Ray keeps its records, that change when one is dropped."""
+
+
+def check_imported() -> None:
+    """Raise UsageError, naming it, if something that is imported is not there."""
+    for module, names in IMPORTED.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            raise UsageError(
+                f"{module} cannot be imported ({error}): pip install 'unbroken[ray]' (known to work: ray {TESTED})"
+            ) from error
+        check_attributes(found, names, "ray", TESTED)
+
+
+def in_a_train_function() -> bool:
+    """Whether Ray has started this process as a worker, and not in its local mode."""
+    from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
+
+    try:
+        return bool(get_train_fn_utils().is_distributed())
+    except RuntimeError:
+        return False
+
+
+def preemption() -> Any:
+    """The PreemptionInfo that this worker was told of; None if it was told of none.
+
+    `ray.train.get_preemption_info` is a barrier of all workers: nothing to ask at every step.
+    """
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    return get_train_context().preemption_context.preemption_info
+
+
+def storage() -> Any:
+    """Where Ray keeps what is reported, as this worker sees it."""
+    from ray import train
+
+    found = train.get_context().get_storage()
+    check_attributes(found, OF_THE_STORAGE, "ray", TESTED)
+    return found
