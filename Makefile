@@ -11,7 +11,7 @@ venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[torchdata,datasets,transformers,lightning,deepspeed,examples,dev]'
+	$(BIN)/pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[torchdata,datasets,transformers,lightning,deepspeed,ray,examples,dev]'
 	touch $@
 
 demo: $(STAMP)

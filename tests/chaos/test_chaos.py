@@ -44,7 +44,8 @@ def run(work: Path, modes: str, ranks: int, crash_rank: int, most: int, example:
     command += ["--result-file", "{out}/final.txt", "--fail-on", FAIL_ON, "--timeout", "300", "--"]
     command += [sys.executable, str(EXAMPLES / f"{example}.py"), "--out", "{out}", "--steps", "6", "--every", "2"]
     # 0.1.8 tells only its `bench` targets which rank to strike: without this, `--crash-rank 1` strikes nobody.
-    environment = {**os.environ, "CKPT_CHAOS_CRASH_RANK": str(crash_rank)}
+    # And it sets all that torchrun sets but this, by which Lightning is told how its ranks lie on nodes.
+    environment = {**os.environ, "CKPT_CHAOS_CRASH_RANK": str(crash_rank), "LOCAL_WORLD_SIZE": str(ranks)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^PASS: \d+$", done.stdout, re.MULTILINE), done.stdout

@@ -24,6 +24,7 @@ def test_a_missing_extra_is_named():
         ("lightning", "lightning"),
         ("fabric", "lightning"),
         ("deepspeed", "deepspeed"),
+        ("ray", "ray"),
     ],
 )
 def test_without_its_framework_an_integration_names_the_extra(monkeypatch, integration, framework):

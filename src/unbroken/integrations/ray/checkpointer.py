@@ -71,6 +71,8 @@ class RayCheckpointer(Checkpointer):
         self._metrics_at: dict[tuple[int, int], dict[str, Any]] = {}
         """Of saves that Ray has not been told of."""
         self._told: SaveId | None = None
+        """The checkpoint that Ray was told of last, or that it knew of when this start restored the same."""
+        self._went_on_from: SaveId | None = None
         self._thread = threading.current_thread()
 
     def restore(self, *, strict: bool = True) -> Restored | None:
@@ -82,8 +84,12 @@ class RayCheckpointer(Checkpointer):
                 f"Ray knows of a checkpoint of step {known}, but {self._root} is empty: is this the run directory, on "
                 "storage that all nodes see? To start over, give another RunConfig(name=…)"
             )
-        if restored is not None and known is not None and known > restored.step:
-            log.warning("Ray's newest checkpoint is step %d; this job goes on from step %d", known, restored.step)
+        if restored is not None:
+            self._went_on_from = SaveId(restored.step, restored.micro_step, 0)
+            if known == restored.step:
+                self._told = self._went_on_from
+            elif known is not None:
+                log.info("Ray's newest checkpoint is step %d; this job goes on from step %d", known, restored.step)
         return restored
 
     def step(
@@ -124,7 +130,7 @@ class RayCheckpointer(Checkpointer):
 
     def _tell(self) -> None:
         """Report to Ray. All workers must come equally often; what rank 0 says counts."""
-        session, committed = self._session, self._saves.committed
+        session, committed = self._session, self._saves.committed or self._went_on_from
         if session is None or session.generation is None:
             return
         checkpoint = None

@@ -59,7 +59,7 @@ def pointer_of(checkpoint: Any) -> Pointer:
 def write_pointer(run: Path, save: SaveId, start: int) -> Any:
     """Write the pointer of a committed checkpoint where Ray keeps its own; a `ray.train.Checkpoint`, or None.
 
-    start  number of this start of the job: the same step may be saved again by a later one
+    start  number of this start of the job: a later one may tell of the same step
 
     None if this node does not see Ray's storage, or cannot write there: training goes on, and nothing is lost, since
     resuming does not depend on what Ray knows.

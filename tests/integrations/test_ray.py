@@ -1,0 +1,214 @@
+"""Ray Train: jobs whose workers and nodes are killed are the job that was not."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("ray is not installed", allow_module_level=True)
+
+import ray
+import ray.train.torch
+from ray.cluster_utils import Cluster
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+
+import unbroken
+from integrations.ray_jobs import odd_ways, told_by, wait_until, with_ray
+from unbroken.errors import UnbrokenError, UsageError
+from unbroken.integrations.ray import Pointer, mend_records, pointer_of
+from unbroken.integrations.ray.private import AT_LEAST, check_imported
+
+JOBS = "integrations.ray_jobs"
+UNTIL = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _for_workers():
+    """Of the workers, which find the jobs as this process does."""
+    before = dict(os.environ)
+    paths = [str(Path(unbroken.__file__).parents[1]), str(Path(__file__).parents[1])]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S"] = "0.3"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def cluster(_for_workers):
+    """A Ray of several nodes on this machine: a head that takes no workers, and two nodes that take one each."""
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100 << 20})
+    ray.init(address=found.address, logging_level="ERROR", log_to_driver=False)
+    add_node(found)
+    add_node(found)
+    yield found
+    ray.shutdown()
+    found.shutdown()
+
+
+def add_node(cluster: Cluster) -> Any:
+    return cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+
+
+def trainer(function: Any, out: Path, workers: Any = 2, failures: int = -1, name: str = "run", **config: Any) -> Any:
+    storage = str(out.parent / "ray")
+    return ray.train.torch.TorchTrainer(
+        function,
+        train_loop_config={"out": str(out), "until": UNTIL, "storage": storage, **config},
+        torch_config=ray.train.torch.TorchConfig(timeout_s=20),
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=run_config(out, failures, name),
+    )
+
+
+def run_config(out: Path, failures: int = -1, name: str = "run") -> RunConfig:
+    return RunConfig(
+        name=name,
+        storage_path=str(out.parent / "ray"),
+        failure_config=FailureConfig(max_failures=failures),
+        checkpoint_config=CheckpointConfig(num_to_keep=2),
+    )
+
+
+def story(out: Path, rank: int) -> dict[Any, Any]:
+    """What a rank told: of each step the last word, and how it ended."""
+    said: dict[Any, Any] = {}
+    for line in told_by(out, rank):
+        said |= {line["step"]: line} if "step" in line else {key: line[key] for key in ("final", "draws") if key in line}
+    return said
+
+
+def restored(out: Path, rank: int = 0) -> list[int]:
+    return [line["restored"] for line in told_by(out, rank) if "restored" in line]
+
+
+def assert_undisturbed(ranks: Any, out: Path, until: int) -> None:
+    """As the same job without Ray, which nobody disturbed."""
+    whole = out.with_name("whole")
+    ranks.run_all_well(f"{JOBS}:plain", 2, str(whole), until)
+    for rank in (0, 1):
+        assert story(out, rank) == story(whole, rank)
+
+
+def test_lost_workers_damage_and_what_ray_forgets_change_nothing(ranks, cluster, tmp_path):
+    out = tmp_path / "out"
+    acts = [{"step": 6, "ranks": [1], "act": "die"}, {"step": 10, "ranks": [0, 1], "act": "die"}]
+    result = trainer(with_ray, out, acts=acts).fit()
+    assert restored(out) == [0, 4, 8]
+    told = pointer_of(result.checkpoint)
+    assert told == Pointer(str(out), "step-12", 12) and told.path.is_dir()
+    assert result.metrics["loss"] == float.fromhex(story(out, 0)[12]["loss"])
+    kept = [pointer_of(checkpoint).step for checkpoint, _ in result.best_checkpoints]
+    assert kept == [8, 12]
+
+    # The newest checkpoint is damaged, and what Ray had of it is gone: Ray alone would not start any more.
+    damaged = next((out / "step-12").glob("*rank-00001.safetensors"))
+    data = bytearray(damaged.read_bytes())
+    data[-5] ^= 1
+    damaged.write_bytes(data)
+    shutil.rmtree(result.checkpoint.path)
+    with pytest.raises(ray.exceptions.ActorDiedError, match="does not exist anymore"):
+        trainer(with_ray, out, until=14).fit()
+    assert mend_records(run_config(out)) == [Path(result.checkpoint.path).name]
+    assert mend_records(run_config(out)) == []
+    result = trainer(with_ray, out, until=14).fit()
+    assert restored(out) == [0, 4, 8, 8]
+    assert pointer_of(result.checkpoint).step == 12  # 14 is saved by nobody
+    assert_undisturbed(ranks, out, 14)
+
+    # Ray remembers checkpoints; this directory does not.
+    with pytest.raises(ray.train.WorkerGroupError, match="NoUsableCheckpoint: Ray knows of a checkpoint of step 12"):
+        trainer(with_ray, tmp_path / "elsewhere", failures=0).fit()
+
+
+def test_odd_ways(cluster, tmp_path):
+    out = tmp_path / "out"
+    for saved in (0, 2):
+        trainer(odd_ways, out, failures=0, name=f"odd-{saved}").fit()
+        for rank in (0, 1):
+            relative, apart, wrapped, plain = told_by(out, rank)[-4:]
+            assert "UsageError: runs/x: give an absolute path" in relative["relative"]
+            assert "DirectoryProblem: the run directory is not the same on all ranks" in apart["apart"]
+            assert "_WrappedDataLoader has its own __iter__" in wrapped["wrapped"]
+            assert plain == {"plain": saved}
+
+
+def test_outside_of_a_train_function_it_says_so(tmp_path):
+    from unbroken.integrations.ray import checkpointer
+
+    with pytest.raises(UsageError, match=r"inside the function that a ray\.train trainer runs"):
+        checkpointer(tmp_path, {})
+
+
+def test_a_changed_ray_is_refused_by_name(monkeypatch):
+    check_imported()
+    monkeypatch.delattr("ray.train.v2._internal.execution.context.get_train_context")
+    with pytest.raises(UsageError, match=r"module\.get_train_context is not as unbroken knows it from ray 2\.60"):
+        check_imported()
+    assert AT_LEAST == "2.60"
+
+
+class Fit:
+    """A run in a thread of its own, while nodes come and go."""
+
+    def __init__(self, made: Any) -> None:
+        self._ended: list[Any] = []
+        self._thread = threading.Thread(target=self._run, args=(made,), daemon=True)
+        self._thread.start()
+
+    def _run(self, made: Any) -> None:
+        try:
+            self._ended.append(made.fit())
+        except BaseException as error:
+            self._ended.append(error)
+
+    def result(self) -> Any:
+        self._thread.join(120)
+        assert self._ended, "the run does not end"
+        if isinstance(self._ended[0], BaseException):
+            raise self._ended[0]
+        return self._ended[0]
+
+
+def reached(out: Path, step: int) -> Any:
+    return lambda: all(step in story(out, rank) for rank in (0, 1))
+
+
+def test_a_lost_node_and_one_whose_loss_is_announced_change_nothing(ranks, cluster, tmp_path):
+    out = tmp_path / "out"
+    first, second = list(cluster.worker_nodes)
+    acts = [
+        {"step": 6, "ranks": [0, 1], "act": "wait for the end"},
+        {"step": 11, "ranks": [0, 1], "act": "wait for the notice"},
+        {"step": 14, "ranks": [0, 1], "act": "wait for the end"},
+    ]
+    fit = Fit(trainer(with_ray, out, acts=acts, until=16, every=5))
+    wait_until(reached(out, 6))
+    cluster.remove_node(first, allow_graceful=False)
+    add_node(cluster)
+    wait_until(reached(out, 11))
+    assert restored(out) == [0, 5]
+    announce(second, seconds=8)
+    wait_until(reached(out, 14))
+    add_node(cluster)
+    fit.result()
+    assert restored(out)[:2] == [0, 5] and restored(out)[2:] in ([12], [13], [14]), "saved after the notice"
+    assert_undisturbed(ranks, out, 16)
+
+
+def announce(node: Any, seconds: float) -> None:
+    """As the cloud's provider does of a machine that it takes back."""
+    client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    accepted, why = client.drain_node(node.node_id, 2, "a spot instance", int((time.time() + seconds) * 1000))
+    assert accepted, why
