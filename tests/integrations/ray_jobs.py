@@ -180,3 +180,6 @@ def odd_ways(config: dict[str, Any]) -> None:
         for _ in range(2):
             ckpt.step()
         ckpt.save()
+        ckpt.wait()
+        if not restored and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)

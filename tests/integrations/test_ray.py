@@ -39,6 +39,8 @@ def _for_workers():
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S"] = "0.3"
+    # Right after a node was lost Ray still believes in it, and waits for workers there.
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "12"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     yield
     os.environ.clear()
@@ -134,10 +136,10 @@ def test_lost_workers_damage_and_what_ray_forgets_change_nothing(ranks, cluster,
 
 def test_odd_ways(cluster, tmp_path):
     out = tmp_path / "out"
-    for saved in (0, 2):
-        trainer(odd_ways, out, failures=0, name=f"odd-{saved}").fit()
-        for rank in (0, 1):
-            relative, apart, wrapped, plain = told_by(out, rank)[-4:]
+    trainer(odd_ways, out).fit()  # it dies once, when all is told and saved
+    for rank in (0, 1):
+        for start, saved in enumerate((0, 2)):
+            relative, apart, wrapped, plain = told_by(out, rank)[4 * start : 4 * start + 4]
             assert "UsageError: runs/x: give an absolute path" in relative["relative"]
             assert "DirectoryProblem: the run directory is not the same on all ranks" in apart["apart"]
             assert "_WrappedDataLoader has its own __iter__" in wrapped["wrapped"]
@@ -212,3 +214,42 @@ def announce(node: Any, seconds: float) -> None:
     client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
     accepted, why = client.drain_node(node.node_id, 2, "a spot instance", int((time.time() + seconds) * 1000))
     assert accepted, why
+
+
+@pytest.mark.slow  # its short twin is test_another_number_of_workers_trains_on_each_sample_once
+def test_an_elastic_group_shrinks_with_its_nodes_and_grows_again(ranks, cluster, tmp_path):
+    out = tmp_path / "out"
+    acts = [{"step": 6, "ranks": [0, 1], "act": "wait for the end"}, {"step": 10, "ranks": [0], "act": "wait for the end"}]
+    made = trainer(with_ray, out, workers=(1, 2), acts=acts)
+    made.scaling_config.elastic_resize_monitor_interval_s = 2
+    fit = Fit(made)
+    wait_until(reached(out, 6))
+    cluster.remove_node(list(cluster.worker_nodes)[0], allow_graceful=False)
+    wait_until(lambda: 10 in story(out, 0))
+    assert [line["world"] for line in told_by(out, 0) if "world" in line] == [2, 1]
+    add_node(cluster)
+    fit.result()
+    assert [line["world"] for line in told_by(out, 0) if "world" in line] == [2, 1, 2]
+    assert restored(out) == [0, 4, 8]
+    assert_each_sample_once(out)
+
+
+def test_another_number_of_workers_trains_on_each_sample_once(cluster, tmp_path):
+    out = tmp_path / "out"
+    trainer(with_ray, out, until=5).fit()
+    trainer(with_ray, out, workers=1).fit()
+    assert restored(out) == [0, 4]
+    assert_each_sample_once(out)
+
+
+def assert_each_sample_once(out: Path) -> None:
+    """Twelve steps of four samples are one epoch; a step that was done again counts as it was done last."""
+    worlds: dict[int, int] = {}
+    for rank in (0, 1):
+        world = 0
+        for line in told_by(out, rank):
+            world = line.get("world", world)
+            if rank == 0 and "step" in line:
+                worlds[line["step"]] = world
+    seen = [story(out, rank)[step]["samples"] for step in range(1, 13) for rank in range(worlds[step])]
+    assert sorted(sample for samples in seen for sample in samples) == list(range(48))
