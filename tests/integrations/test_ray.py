@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import shutil
 import threading
@@ -23,7 +22,7 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 import unbroken
 from integrations.ray_jobs import odd_ways, told_by, wait_until, with_ray
-from unbroken.errors import UnbrokenError, UsageError
+from unbroken.errors import UsageError
 from unbroken.integrations.ray import Pointer, mend_records, pointer_of
 from unbroken.integrations.ray.private import AT_LEAST, check_imported
 
@@ -87,7 +86,9 @@ def story(out: Path, rank: int) -> dict[Any, Any]:
     """What a rank told: of each step the last word, and how it ended."""
     said: dict[Any, Any] = {}
     for line in told_by(out, rank):
-        said |= {line["step"]: line} if "step" in line else {key: line[key] for key in ("final", "draws") if key in line}
+        said |= (
+            {line["step"]: line} if "step" in line else {key: line[key] for key in ("final", "draws") if key in line}
+        )
     return said
 
 
@@ -219,12 +220,15 @@ def announce(node: Any, seconds: float) -> None:
 @pytest.mark.slow  # its short twin is test_another_number_of_workers_trains_on_each_sample_once
 def test_an_elastic_group_shrinks_with_its_nodes_and_grows_again(ranks, cluster, tmp_path):
     out = tmp_path / "out"
-    acts = [{"step": 6, "ranks": [0, 1], "act": "wait for the end"}, {"step": 10, "ranks": [0], "act": "wait for the end"}]
+    acts = [
+        {"step": 6, "ranks": [0, 1], "act": "wait for the end"},
+        {"step": 10, "ranks": [0], "act": "wait for the end"},
+    ]
     made = trainer(with_ray, out, workers=(1, 2), acts=acts)
     made.scaling_config.elastic_resize_monitor_interval_s = 2
     fit = Fit(made)
     wait_until(reached(out, 6))
-    cluster.remove_node(list(cluster.worker_nodes)[0], allow_graceful=False)
+    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     wait_until(lambda: 10 in story(out, 0))
     assert [line["world"] for line in told_by(out, 0) if "world" in line] == [2, 1]
     add_node(cluster)

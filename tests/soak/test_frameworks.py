@@ -10,9 +10,9 @@ NAMES = ("transformers_trainer", "lightning_trainer", "accelerate_loop", "fabric
 EVERY = 7
 
 
-def struck(directory, name, nproc, kinds, trials, steps):
-    script = (str(EXAMPLES / f"{name}.py"), "--out", OUT, "--steps", str(steps), "--every", str(EVERY))
-    return prove(Settings(Command(script, nproc), 1, kinds, trials, 5, directory, deadline_s=300.0))
+def struck(directory, name, nproc, kinds, trials, steps, more=(), launcher="torchrun"):
+    script = (str(EXAMPLES / f"{name}.py"), "--out", OUT, "--steps", str(steps), "--every", str(EVERY), *more)
+    return prove(Settings(Command(script, nproc, launcher), 1, kinds, trials, 5, directory, deadline_s=300.0))
 
 
 @pytest.mark.slow  # its short twins are in tests/integrations
@@ -23,3 +23,26 @@ def test_twenty_kills_change_nothing(tmp_path, name, nproc):
     tell(f"{name} on {nproc}", report)
     assert_clean(report, EVERY)
     assert sum(len(trial.strikes) for trial in report.trials) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("stage", range(4))
+def test_ten_kills_of_each_stage_of_deepspeed_change_nothing(tmp_path, stage, nproc):
+    pytest.importorskip("deepspeed")
+    report = struck(tmp_path, "deepspeed_zero", nproc, ("rank", "all", "save"), 6, 40, ("--stage", str(stage)))
+    tell(f"ZeRO-{stage} on {nproc}", report)
+    assert_clean(report, EVERY)
+    assert sum(len(trial.strikes) for trial in report.trials) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_ten_kills_under_ray_change_nothing(tmp_path, nproc):
+    pytest.importorskip("ray")
+    report = struck(
+        tmp_path, "ray_train", nproc, ("rank", "all", "save"), 6, 40, ("--nproc", str(nproc)), launcher="none"
+    )
+    tell(f"Ray Train on {nproc}", report)
+    assert_clean(report, EVERY)
+    assert sum(len(trial.strikes) for trial in report.trials) >= 10

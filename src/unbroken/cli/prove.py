@@ -37,7 +37,8 @@ def prove(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes to simulate.")] = 1,
     nproc: Annotated[int, typer.Option(min=1, help="Workers per node.")] = 2,
     launcher: Annotated[
-        Launcher, typer.Option(help="`none`: SCRIPT starts its workers itself, and again when one is lost, as with Ray.")
+        Launcher,
+        typer.Option(help="`none`: SCRIPT starts its workers itself, and again when one is lost, as with Ray."),
     ] = Launcher.torchrun,
     faults: Annotated[
         str,

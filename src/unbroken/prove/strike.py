@@ -57,7 +57,9 @@ def strike(fault: Fault, nodes: Sequence[Node], marker: str, place: Place, draw:
     struck = [node for node in nodes if fault.kind != "node" or node.index == fault.victim]
     if not _kill_nodes(struck):
         return None
-    return (damage(place.run, fault.kind, draw) or "no file to damage") if fault.kind in ("bit-flip", "truncate") else ""
+    return (
+        (damage(place.run, fault.kind, draw) or "no file to damage") if fault.kind in ("bit-flip", "truncate") else ""
+    )
 
 
 def _kill_nodes(nodes: Sequence[Node]) -> bool:

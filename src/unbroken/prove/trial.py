@@ -49,6 +49,8 @@ class Strike:
     """The highest step of any rank since the job was last started; None if it had not done any."""
     how: str = ""
     """More than the fault's kind says: a point inside the job, what was damaged."""
+    after: Progress | None = None
+    """What the job does since; None if it was not to go on by itself."""
     restored: int | None = None
     """The step from which the job went on; None if nothing tells."""
 
@@ -119,7 +121,7 @@ class _Start:
     """The faults that struck, in order."""
     hung: bool
     """True if neither a fault nor the job itself ended it before the deadline."""
-    survived: bool
+    done: bool
     """True if the job came to its end in spite of what struck it."""
     codes: Sequence[int]
     """Exit codes of the launchers that ended by themselves."""
@@ -140,7 +142,7 @@ def run_trial(ground: Ground, trial: Trial, faults: Sequence[Fault], reference: 
         trial.strikes += this.struck
         del remaining[: len(this.struck)]
         trial.problem = _problem(ground, trial, this, number, reference)
-        if trial.problem or not (this.struck or this.preempted) or (this.survived and not remaining):
+        if trial.problem or not (this.struck or this.preempted) or (this.done and not remaining):
             break
     else:
         trial.problem = f"the job was started {MOST_STARTS} times and did not come to its end"
@@ -168,8 +170,6 @@ def _start(ground: Ground, trial: Trial, number: int, faults: Sequence[Fault], r
     armed = arm(faults[0] if faults else None, told)
     job = start(ground.command, ground.nodes, place, number, ground.marker, armed)
     struck: list[Strike] = []
-    recovered: list[tuple[Strike, Progress]] = []
-    """Faults after which the job went on by itself, and how it did."""
     try:
         for number_here, fault in enumerate(faults):
             if number_here and fault.kind in INSIDE:
@@ -183,23 +183,26 @@ def _start(ground: Ground, trial: Trial, number: int, faults: Sequence[Fault], r
                 break
             struck.append(Strike(fault, progress.look(), how))
             if ground.survives(fault):
-                progress = Progress(place.ledger)
-                recovered.append((struck[-1], progress))
+                struck[-1].after = progress = Progress(place.ledger)
             elif fault.ends_the_job:
                 break
-        hung = _let_end(ground, job, struck, recovered, len(faults))
+        last = struck[-1] if struck else None
+        hung = _let_end(ground, job, last, more=len(struck) < len(faults))
         codes = job.codes()
     finally:
         job.end()
-    for survived, after in recovered:
-        after.look()
-        survived.restored = None if after.first is None else after.first - 1
-    first.look()
+    for survived in (each for each in struck if each.after is not None):
+        survived.restored = _went_on_from(survived.after)
+    done = last is not None and last.after is not None and len(codes) == len(job.launchers) and not any(codes)
     restored = job.restored_step()
-    if restored is None and first.first is not None:
-        restored = first.first - 1
-    survived = bool(recovered) and struck[-1] is recovered[-1][0] and len(codes) == len(job.launchers) and not any(codes)
-    return _Start(struck, hung, survived, codes, job.preempted(), restored)
+    return _Start(struck, hung, done, codes, job.preempted(), _went_on_from(first) if restored is None else restored)
+
+
+def _went_on_from(progress: Progress | None) -> int | None:
+    """The step before the first that was done; None if none was."""
+    if progress is not None:
+        progress.look()
+    return None if progress is None or progress.first is None else progress.first - 1
 
 
 def _told_late(fault: Fault, moment: Callable[[], bool]) -> bool:
@@ -219,15 +222,16 @@ def _strike(ground: Ground, job: Job, fault: Fault, place: Place, draw: random.R
     return how[0] if ground.until(job, done) == "arrived" else None
 
 
-def _let_end(
-    ground: Ground, job: Job, struck: Sequence[Strike], recovered: Sequence[tuple[Strike, Progress]], planned: int
-) -> bool:
-    """Wait for the job's end; True if it hangs. Whoever was not killed gets a moment to fail by itself."""
-    last = struck[-1] if struck else None
-    if recovered and recovered[-1][0] is last:
+def _let_end(ground: Ground, job: Job, last: Strike | None, more: bool) -> bool:
+    """Wait for the job's end; True if it hangs. Whoever was not killed gets a moment to fail by itself.
+
+    last  what struck it last
+    more  whether another start is to be struck
+    """
+    after = last.after if last is not None else None
+    if after is not None:
         # It goes on by itself: to its end, or, if there is more to strike in another start, until that is seen.
-        going_on = recovered[-1][1]
-        return ground.until(job, lambda: len(struck) < planned and going_on.look() is not None) == "late"
+        return ground.until(job, lambda: more and after.look() is not None) == "late"
     if last is not None and last.fault.ends_the_job and last.fault.kind != "sigterm":
         job.wait(time.monotonic() + ground.grace_s)
         return False
