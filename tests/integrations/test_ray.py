@@ -1,4 +1,8 @@
-"""Ray Train: jobs whose workers and nodes are killed are the job that was not."""
+"""Ray Train: jobs whose workers and nodes are killed are the job that was not.
+
+With the cases B175 (each node looked at a directory of its own, and one had a part of the shards), B176 (a checkpoint was
+said to be restored, and training began anew) and B177 (rank 0's part alone was kept).
+"""
 
 from __future__ import annotations
 
@@ -112,6 +116,7 @@ def test_lost_workers_damage_and_what_ray_forgets_change_nothing(ranks, cluster,
     told = pointer_of(result.checkpoint)
     assert told == Pointer(str(out), "step-12", 12) and told.path.is_dir()
     assert result.metrics["loss"] == float.fromhex(story(out, 0)[12]["loss"])
+    assert {path.name[:16] for path in told.path.glob("*.safetensors")} == {"g0003-rank-00000", "g0003-rank-00001"}
     kept = [pointer_of(checkpoint).step for checkpoint, _ in result.best_checkpoints]
     assert kept == [8, 12]
 
