@@ -10,9 +10,9 @@ NAMES = ("transformers_trainer", "lightning_trainer", "accelerate_loop", "fabric
 EVERY = 7
 
 
-def struck(directory, name, nproc, kinds, trials, steps, more=(), launcher="torchrun"):
+def struck(directory, name, nproc, kinds, trials, steps, more=(), launcher="torchrun", deadline_s=300.0):
     script = (str(EXAMPLES / f"{name}.py"), "--out", OUT, "--steps", str(steps), "--every", str(EVERY), *more)
-    return prove(Settings(Command(script, nproc, launcher), 1, kinds, trials, 5, directory, deadline_s=300.0))
+    return prove(Settings(Command(script, nproc, launcher), 1, kinds, trials, 5, directory, deadline_s))
 
 
 @pytest.mark.slow  # its short twins are in tests/integrations
@@ -41,7 +41,7 @@ def test_ten_kills_of_each_stage_of_deepspeed_change_nothing(tmp_path, stage, np
 def test_ten_kills_under_ray_change_nothing(tmp_path, nproc):
     pytest.importorskip("ray")
     report = struck(
-        tmp_path, "ray_train", nproc, ("rank", "all", "save"), 6, 40, ("--nproc", str(nproc)), launcher="none"
+        tmp_path, "ray_train", nproc, ("rank", "all", "save"), 6, 40, ("--nproc", str(nproc)), "none", 600.0
     )
     tell(f"Ray Train on {nproc}", report)
     assert_clean(report, EVERY)

@@ -24,12 +24,13 @@ from ray import train
 from ray.train.v2.api.report_config import CheckpointUploadMode
 
 from unbroken.checkpointer import Checkpointer
+from unbroken.cluster import rank_and_world_size
 from unbroken.commit import SaveId
 from unbroken.directory import RUN_DIRECTORY
 from unbroken.errors import NoUsableCheckpoint, UsageError
 from unbroken.integrations.ray.notice import Drain
 from unbroken.integrations.ray.pointers import step_known_to_ray, write_pointer
-from unbroken.integrations.ray.private import in_a_train_function
+from unbroken.integrations.ray.private import train_function
 from unbroken.restored import Restored
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ class RayCheckpointer(Checkpointer):
 
     def __init__(self, path: str | Path, state: Mapping[str, object], **options: Any) -> None:
         """See `checkpointer`."""
-        if not in_a_train_function():
+        where = train_function()
+        if where is None:
             raise UsageError(
                 "unbroken.integrations.ray is for inside the function that a ray.train trainer runs; "
                 "elsewhere use unbroken.Checkpointer"
@@ -66,10 +68,11 @@ class RayCheckpointer(Checkpointer):
                 f"{path}: give an absolute path, since Ray gives each start of a job another working directory"
             )
         super().__init__(path, state, **options)
-        self._notice = self._drain = Drain()
+        self._drain = Drain() if where == "worker" else None  # in local mode signals are the Checkpointer's
+        self._notice = self._drain or self._notice
         self._metrics: dict[str, Any] = {}
         self._metrics_at: dict[tuple[int, int], dict[str, Any]] = {}
-        """Of saves that Ray has not been told of."""
+        """Of saves that Ray has not been told of; of no interest on other ranks than 0."""
         self._told: SaveId | None = None
         """The checkpoint that Ray was told of last, or that it knew of when this start restored the same."""
         self._went_on_from: SaveId | None = None
@@ -120,11 +123,13 @@ class RayCheckpointer(Checkpointer):
                 self._tell()
 
     def _wanted(self) -> Literal["save", "leave"] | None:
-        return "save" if self._drain.unanswered() else super()._wanted()
+        return "save" if self._drain is not None and self._drain.unanswered() else super()._wanted()
 
     def _save(self) -> None:
-        self._drain.answer()
-        self._metrics_at[self._global_step, self._micro_step] = self._metrics
+        if self._drain is not None:
+            self._drain.answer()
+        if rank_and_world_size()[0] == 0:
+            self._metrics_at[self._global_step, self._micro_step] = self._metrics
         super()._save()
         self._tell()
 
@@ -133,14 +138,14 @@ class RayCheckpointer(Checkpointer):
         session, committed = self._session, self._saves.committed or self._went_on_from
         if session is None or session.generation is None:
             return
-        checkpoint = None
-        metrics = self._metrics
+        checkpoint, metrics = None, self._metrics
         if session.cluster.rank == 0 and committed is not None and committed != self._told:
             self._told = committed
             place = committed.step, committed.micro_step
-            metrics = self._metrics_at.get(place, metrics)
-            self._metrics_at = {at: found for at, found in self._metrics_at.items() if at > place}
             checkpoint = write_pointer(self._root, committed, session.generation.number)
+            # Ray keeps the metrics with the checkpoint, and may score it by them: never those of another step.
+            metrics = self._metrics_at.get(place, {}) if checkpoint is not None else metrics
+            self._metrics_at = {at: found for at, found in self._metrics_at.items() if at > place}
         # ASYNC: the workers wait for each other, but not until Ray's controller has looked, which it does each second
         # or so. The pointer is written already: there is nothing to upload.
         train.report(

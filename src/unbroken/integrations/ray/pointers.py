@@ -18,12 +18,12 @@ from ray import train
 
 from unbroken.commit import SaveId
 from unbroken.errors import UnbrokenError
-from unbroken.integrations.ray.private import storage
+from unbroken.integrations.ray.private import storage, train_function
 
 log = logging.getLogger(__name__)
 
 FILE = "unbroken.json"
-_NAME = re.compile(r"unbroken-start-(\d+)-step-(\d+)(?:\+(\d+))?")
+_NAME = re.compile(r"unbroken-start-(\d+)-step-(\d+)(?:\+(\d+))?-*")
 
 
 class Pointer(msgspec.Struct, frozen=True):
@@ -61,9 +61,11 @@ def write_pointer(run: Path, save: SaveId, start: int) -> Any:
 
     start  number of this start of the job: a later one may tell of the same step
 
-    None if this node does not see Ray's storage, or cannot write there: training goes on, and nothing is lost, since
+    None in Ray's local mode, and if this node does not see Ray's storage, or cannot write there: training goes on, and nothing is lost, since
     resuming does not depend on what Ray knows.
     """
+    if train_function() == "local":
+        return None
     where = storage()
     files = where.storage_filesystem
     pointer = Pointer(str(run), save.directory, save.step, save.micro_step)
@@ -73,6 +75,8 @@ def write_pointer(run: Path, save: SaveId, start: int) -> Any:
         # The driver has made the directory of the experiment. Where it is not, the storage is another machine's disk.
         if files.get_file_info(where.experiment_fs_path).type != fs.FileType.Directory:
             raise FileNotFoundError(f"this node does not see {where.experiment_fs_path}")
+        while files.get_file_info(path).type != fs.FileType.NotFound:
+            path += "-"  # of another Checkpointer in the same function: Ray must be able to delete one alone
         files.create_dir(path)
         with files.open_output_stream(posixpath.join(path, FILE)) as file:
             file.write(msgspec.json.encode(pointer))

@@ -7,7 +7,7 @@ instead of going wrong.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, Literal
 
 from unbroken.errors import UsageError
 from unbroken.integrations.known import check_attributes
@@ -50,14 +50,14 @@ def check_imported() -> None:
         check_attributes(found, names, "ray", TESTED)
 
 
-def in_a_train_function() -> bool:
-    """Whether Ray has started this process as a worker, and not in its local mode."""
+def train_function() -> Literal["worker", "local"] | None:
+    """Where the caller is: in a worker's train function, in one of Ray's local mode (`num_workers=0`), or in neither."""
     from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
 
     try:
-        return bool(get_train_fn_utils().is_distributed())
+        return "worker" if get_train_fn_utils().is_distributed() else "local"
     except RuntimeError:
-        return False
+        return None
 
 
 def preemption() -> Any:
@@ -71,7 +71,7 @@ def preemption() -> Any:
 
 
 def storage() -> Any:
-    """Where Ray keeps what is reported, as this worker sees it."""
+    """Where Ray keeps what is reported, as this worker sees it. Its local mode keeps nothing."""
     from ray import train
 
     found = train.get_context().get_storage()
