@@ -1,6 +1,7 @@
-"""B112: a checkpoint of ZeRO did not load with another number of data-parallel ranks. B087: nor did one without `latest`.
+"""B112: a checkpoint of ZeRO did not load with another number of data-parallel ranks.
 
-There is no file here that names the latest: what is newest and whole is found.
+B087: nor did one without `latest`. There is no file here that names the latest: what is newest and
+whole is found.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """Ray Train: jobs whose workers and nodes are killed are the job that was not.
 
-With the cases B175 (each node looked at a directory of its own, and one had a part of the shards), B176 (a checkpoint was
-said to be restored, and training began anew) and B177 (rank 0's part alone was kept).
+With the cases B175 (each node looked at a directory of its own, and one had a part of the shards), B176 (a checkpoint
+was said to be restored, and training began anew) and B177 (rank 0's part alone was kept).
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def write_pointer(run: Path, save: SaveId, start: int) -> Any:
 
     start  number of this start of the job: a later one may tell of the same step
 
-    None in Ray's local mode, and if this node does not see Ray's storage, or cannot write there: training goes on, and nothing is lost, since
-    resuming does not depend on what Ray knows.
+    None in Ray's local mode, and if this node does not see Ray's storage, or cannot write there: training goes on, and
+    nothing is lost, since resuming does not depend on what Ray knows.
     """
     if train_function() == "local":
         return None

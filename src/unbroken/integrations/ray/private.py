@@ -51,7 +51,7 @@ def check_imported() -> None:
 
 
 def train_function() -> Literal["worker", "local"] | None:
-    """Where the caller is: in a worker's train function, in one of Ray's local mode (`num_workers=0`), or in neither."""
+    """Where the caller is: in a worker's train function, in one of local mode (`num_workers=0`), or neither."""
     from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
 
     try:
