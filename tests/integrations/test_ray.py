@@ -7,6 +7,7 @@ was said to be restored, and training began anew) and B177 (rank 0's part alone 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import threading
@@ -14,7 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed", allow_module_level=True)
@@ -23,11 +26,13 @@ import ray
 import ray.train.torch
 from ray.cluster_utils import Cluster
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.data_parallel_trainer import DataParallelTrainer
 
 import unbroken
 from integrations.ray_jobs import odd_ways, told_by, wait_until, with_ray
-from unbroken.errors import UsageError
+from unbroken.errors import UnbrokenError, UsageError
 from unbroken.integrations.ray import Pointer, mend_records, pointer_of
+from unbroken.integrations.ray.pointers import checked
 from unbroken.integrations.ray.private import AT_LEAST, check_imported
 
 JOBS = "integrations.ray_jobs"
@@ -118,7 +123,7 @@ def test_lost_workers_damage_and_what_ray_forgets_change_nothing(ranks, cluster,
     assert result.metrics["loss"] == float.fromhex(story(out, 0)[12]["loss"])
     assert {path.name[:16] for path in told.path.glob("*.safetensors")} == {"g0003-rank-00000", "g0003-rank-00001"}
     kept = [pointer_of(checkpoint).step for checkpoint, _ in result.best_checkpoints]
-    assert kept == [8, 12]
+    assert kept == [12]  # of the others the word was lost with the start that saved them
 
     # The newest checkpoint is damaged, and what Ray had of it is gone: Ray alone would not start any more.
     damaged = next((out / "step-12").glob("*rank-00001.safetensors"))
@@ -150,6 +155,79 @@ def test_odd_ways(cluster, tmp_path):
             assert "DirectoryProblem: the run directory is not the same on all ranks" in apart["apart"]
             assert "_WrappedDataLoader has its own __iter__" in wrapped["wrapped"]
             assert plain == {"plain": saved}
+
+
+def without_a_process_group(config: dict[str, Any]) -> None:
+    from unbroken.integrations.ray import checkpointer
+
+    checkpointer(config["out"], {"model": torch.nn.Linear(2, 2)}).restore()
+
+
+def test_workers_that_torch_does_not_know_of_are_refused(cluster, tmp_path):
+    made = DataParallelTrainer(
+        without_a_process_group,
+        train_loop_config={"out": str(tmp_path / "out")},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=run_config(tmp_path / "out", failures=0),
+    )
+    with pytest.raises(ray.train.WorkerGroupError, match=r"Ray runs 2 workers, but torch\.distributed knows of 1"):
+        made.fit()
+
+
+def test_metrics_that_ray_cannot_keep_are_named():
+    assert checked({"loss": np.float32(0.5), "name": "x"}) == {"loss": 0.5, "name": "x"}
+    with pytest.raises(UsageError, match="metrics: 'loss' is a Tensor, which Ray cannot keep"):
+        checked({"loss": torch.zeros(())})
+
+
+def snapshot(config: RunConfig, names: list[str], indices: list[int] | None = None) -> Path:
+    """As Ray keeps its records, and a directory for each but the last."""
+    results = [{"version": 0, "checkpoint_dir_name": name, "metrics": {"loss": float("nan")}} for name in names]
+    path = Path(config.storage_context.checkpoint_manager_snapshot_path)
+    for name in names[:-1]:
+        (path.parent / name).mkdir(exist_ok=True)
+    records = {
+        "ray_version": ray.__version__,
+        "checkpoint_results": results,
+        "checkpoint_report_indices": list(range(len(names))) if indices is None else indices,
+        "latest_checkpoint_result": results[-1],
+        "pending_training_results": results[-1:],
+        "pending_validation_specs": [True],
+    }
+    path.write_text(json.dumps(records))
+    return path
+
+
+def test_records_of_what_is_gone_are_dropped_and_the_rest_stays(tmp_path):
+    config = run_config(tmp_path / "out")
+    assert mend_records(config) == []
+    path = snapshot(config, ["a", "b", "c"])
+    assert mend_records(config) == ["c"]
+    records = json.loads(path.read_text())
+    assert [each["checkpoint_dir_name"] for each in records["checkpoint_results"]] == ["a", "b"]
+    assert records["checkpoint_report_indices"] == [0, 1] and records["pending_training_results"] == []
+    assert (
+        records["latest_checkpoint_result"]["checkpoint_dir_name"] == "b" and records["pending_validation_specs"] == []
+    )
+    assert mend_records(config) == []
+
+
+def test_torn_records_are_moved_aside_and_odd_ones_stay_as_they_are(tmp_path):
+    config = run_config(tmp_path / "out")
+    path = snapshot(config, ["a", "b"], indices=[0])
+    odd = path.read_text()
+    with pytest.raises(UsageError, match="is not as unbroken knows it from ray"):
+        mend_records(config)
+    assert path.read_text() == odd
+    path.write_text(odd[:40])
+    assert mend_records(config) == [path.name]
+    assert not path.exists() and Path(f"{path}.torn").read_text() == odd[:40]
+
+
+def test_what_is_no_pointer_is_told(tmp_path):
+    for checkpoint in (None, ray.train.Checkpoint(str(tmp_path))):
+        with pytest.raises(UnbrokenError, match=r"Ray has no checkpoint|is no checkpoint that unbroken reported"):
+            pointer_of(checkpoint)
 
 
 def test_outside_of_a_train_function_it_says_so(tmp_path):

@@ -29,9 +29,10 @@ from unbroken.commit import SaveId
 from unbroken.directory import RUN_DIRECTORY
 from unbroken.errors import NoUsableCheckpoint, UsageError
 from unbroken.integrations.ray.notice import Drain
-from unbroken.integrations.ray.pointers import step_known_to_ray, write_pointer
+from unbroken.integrations.ray.pointers import checked, step_known_to_ray, write_pointer
 from unbroken.integrations.ray.private import train_function
 from unbroken.restored import Restored
+from unbroken.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,7 @@ class RayCheckpointer(Checkpointer):
         self._metrics_at: dict[tuple[int, int], dict[str, Any]] = {}
         """Of saves that Ray has not been told of; of no interest on other ranks than 0."""
         self._told: SaveId | None = None
-        """The checkpoint that Ray was told of last, or that it knew of when this start restored the same."""
-        self._went_on_from: SaveId | None = None
+        """The checkpoint that Ray was told of last."""
         self._thread = threading.current_thread()
 
     def restore(self, *, strict: bool = True) -> Restored | None:
@@ -87,12 +87,8 @@ class RayCheckpointer(Checkpointer):
                 f"Ray knows of a checkpoint of step {known}, but {self._root} is empty: is this the run directory, on "
                 "storage that all nodes see? To start over, give another RunConfig(name=…)"
             )
-        if restored is not None:
-            self._went_on_from = SaveId(restored.step, restored.micro_step, 0)
-            if known == restored.step:
-                self._told = self._went_on_from
-            elif known is not None:
-                log.info("Ray's newest checkpoint is step %d; this job goes on from step %d", known, restored.step)
+        if restored is not None and known is not None and known != restored.step:
+            log.info("Ray's newest checkpoint is step %d; this job goes on from step %d", known, restored.step)
         return restored
 
     def step(
@@ -105,10 +101,12 @@ class RayCheckpointer(Checkpointer):
     ) -> None:
         """As `Checkpointer.step`. It never raises Preempted: Ray's notice of it leads to a save, and training goes on.
 
-        metrics  for Ray, with the checkpoint of this step if one is saved: numbers and strings, no tensors
+        metrics  for Ray, with the checkpoint of this step if one is saved: names -> numbers and strings
+
+        Also raises UsageError for metrics that Ray could not keep: tensors, say.
         """
         if metrics is not None:
-            self._metrics = dict(metrics)
+            self._metrics = checked(metrics)
         super().step(loss=loss, accumulating=accumulating, gradients=gradients)
 
     def close(self) -> None:
@@ -121,6 +119,15 @@ class RayCheckpointer(Checkpointer):
             # At the end of the process Ray's train function is over: whoever did not close in it tells Ray nothing.
             if threading.current_thread() is self._thread:
                 self._tell()
+
+    def _open(self) -> Session:
+        workers, (_, world_size) = train.get_context().get_world_size(), rank_and_world_size()
+        if workers != world_size:
+            raise UsageError(
+                f"Ray runs {workers} workers, but torch.distributed knows of {world_size}: use "
+                "ray.train.torch.TorchTrainer, or call torch.distributed.init_process_group() before restore()"
+            )
+        return super()._open()
 
     def _wanted(self) -> Literal["save", "leave"] | None:
         return "save" if self._drain is not None and self._drain.unanswered() else super()._wanted()
@@ -135,7 +142,7 @@ class RayCheckpointer(Checkpointer):
 
     def _tell(self) -> None:
         """Report to Ray. All workers must come equally often; what rank 0 says counts."""
-        session, committed = self._session, self._saves.committed or self._went_on_from
+        session, committed = self._session, self._saves.committed
         if session is None or session.generation is None:
             return
         checkpoint, metrics = None, self._metrics
@@ -144,7 +151,7 @@ class RayCheckpointer(Checkpointer):
             place = committed.step, committed.micro_step
             checkpoint = write_pointer(self._root, committed, session.generation.number)
             # Ray keeps the metrics with the checkpoint, and may score it by them: never those of another step.
-            metrics = self._metrics_at.get(place, {}) if checkpoint is not None else metrics
+            metrics = self._metrics_at[place] if checkpoint is not None else metrics
             self._metrics_at = {at: found for at, found in self._metrics_at.items() if at > place}
         # ASYNC: the workers wait for each other, but not until Ray's controller has looked, which it does each second
         # or so. The pointer is written already: there is nothing to upload.

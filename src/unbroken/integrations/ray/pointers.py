@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from pyarrow import fs
 from ray import train
 
 from unbroken.commit import SaveId
-from unbroken.errors import UnbrokenError
+from unbroken.errors import UnbrokenError, UsageError
 from unbroken.integrations.ray.private import storage, train_function
 
 log = logging.getLogger(__name__)
@@ -46,8 +48,10 @@ class Pointer(msgspec.Struct, frozen=True):
 def pointer_of(checkpoint: Any) -> Pointer:
     """The checkpoint that a `ray.train.Checkpoint` points to: of `Result.checkpoint`, `ray.train.get_checkpoint()`.
 
-    Raises UnbrokenError if it was not reported by `unbroken`, or is not there any more.
+    Raises UnbrokenError if it is None, was not reported by `unbroken`, or is not there any more.
     """
+    if checkpoint is None:
+        raise UnbrokenError("Ray has no checkpoint: none was reported yet")
     path = posixpath.join(checkpoint.path, FILE)
     try:
         with checkpoint.filesystem.open_input_stream(path) as file:
@@ -89,6 +93,18 @@ def write_pointer(run: Path, save: SaveId, start: int) -> Any:
         )
         return None
     return train.Checkpoint(path, filesystem=files)
+
+
+def checked(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics that Ray can keep: numbers of NumPy become Python's. Raises UsageError, naming the first it cannot."""
+    kept = {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()}
+    for name, value in kept.items():
+        try:
+            msgspec.json.encode({name: value})
+        except (TypeError, ValueError) as error:
+            kind = type(value).__name__
+            raise UsageError(f"metrics: {name!r} is a {kind}, which Ray cannot keep ({error})") from error
+    return kept
 
 
 def step_known_to_ray() -> int | None:

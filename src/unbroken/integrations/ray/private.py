@@ -28,14 +28,6 @@ OF_THE_STORAGE = (
     "build_checkpoint_path_from_name",
     "checkpoint_manager_snapshot_path",
 )
-OF_A_SNAPSHOT = (
-    "checkpoint_results",
-    "checkpoint_report_indices",
-    "latest_checkpoint_result",
-    "pending_training_results",
-    "pending_validation_specs",
-)
-"""Keys of the file in which Ray keeps its records, that change when one is dropped."""
 
 
 def check_imported() -> None:

@@ -7,15 +7,15 @@ there when `unbroken` saves: so the records may be mended by what is left.
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 from typing import Any
 
-import msgspec
 from pyarrow import fs
 
 from unbroken.integrations.known import check_attributes, unknown
-from unbroken.integrations.ray.private import OF_A_SNAPSHOT, OF_THE_STORAGE, TESTED
+from unbroken.integrations.ray.private import OF_THE_STORAGE, TESTED
 
 log = logging.getLogger(__name__)
 
@@ -42,23 +42,25 @@ def mend_records(run_config: Any) -> list[str]:
     with files.open_input_stream(path) as file:
         text = file.read()
     try:
-        records = msgspec.json.decode(text, type=Record)
-    except msgspec.MsgspecError:
+        records = json.loads(text)  # as Ray does: it takes numbers that are none
+    except ValueError:
         files.move(path, f"{path}.torn")
         log.warning("Ray's records %s are torn, and were moved aside; checkpoints are intact", path)
         return [posixpath.basename(path)]
-    vanished = _vanished(files, storage, records)
+    try:
+        vanished = _vanished(files, storage, records)
+        mended = json.dumps(_without(records, set(vanished))).encode()
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise unknown(f"{path} ({error!r})", "ray", TESTED) from error
     if vanished:
-        with files.open_output_stream(path) as file:
-            file.write(msgspec.json.encode(_without(records, set(vanished))))
+        with files.open_output_stream(f"{path}.mended") as file:
+            file.write(mended)
+        files.move(f"{path}.mended", path)
         log.warning("Ray's records named what is gone: %s; dropped", ", ".join(vanished))
     return vanished
 
 
 def _vanished(files: Any, storage: Any, records: Record) -> list[str]:
-    missing = [key for key in OF_A_SNAPSHOT if key not in records]
-    if missing:
-        raise unknown(f"{missing[0]} in {storage.checkpoint_manager_snapshot_path}", "ray", TESTED)
     names = [record["checkpoint_dir_name"] for record in records["checkpoint_results"]]
     kinds = [info.type for info in files.get_file_info([storage.build_checkpoint_path_from_name(n) for n in names])]
     return [name for name, kind in zip(names, kinds, strict=True) if kind == fs.FileType.NotFound]
