@@ -26,7 +26,7 @@ import ray
 import ray.train.torch
 from ray.cluster_utils import Cluster
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 import unbroken
 from integrations.ray_jobs import odd_ways, told_by, wait_until, with_ray

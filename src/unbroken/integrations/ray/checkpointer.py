@@ -82,7 +82,7 @@ class RayCheckpointer(Checkpointer):
         """As `Checkpointer.restore`, and also raises NoUsableCheckpoint if only Ray remembers a checkpoint."""
         restored = super().restore(strict=strict)
         known = step_known_to_ray()
-        if restored is None and known:
+        if restored is None and known is not None:
             raise NoUsableCheckpoint(
                 f"Ray knows of a checkpoint of step {known}, but {self._root} is empty: is this the run directory, on "
                 "storage that all nodes see? To start over, give another RunConfig(name=…)"
