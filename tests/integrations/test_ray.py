@@ -10,6 +10,8 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -30,9 +32,10 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 import unbroken
 from integrations.ray_jobs import odd_ways, told_by, wait_until, with_ray
+from unbroken.commit import SaveId
 from unbroken.errors import UnbrokenError, UsageError
 from unbroken.integrations.ray import Pointer, mend_records, pointer_of
-from unbroken.integrations.ray.pointers import checked
+from unbroken.integrations.ray.pointers import checked, write_pointer
 from unbroken.integrations.ray.private import AT_LEAST, check_imported
 
 JOBS = "integrations.ray_jobs"
@@ -135,12 +138,15 @@ def test_lost_workers_damage_and_what_ray_forgets_change_nothing(ranks, cluster,
         trainer(with_ray, out, until=14).fit()
     assert mend_records(run_config(out)) == [Path(result.checkpoint.path).name]
     assert mend_records(run_config(out)) == []
-    result = trainer(with_ray, out, until=14).fit()
+    (tmp_path / "own").mkdir()
+    result = trainer(with_ray, out, until=14, own=str(tmp_path / "own")).fit()
     assert restored(out) == [0, 4, 8, 8]
-    assert pointer_of(result.checkpoint).step == 12  # 14 is saved by nobody
+    with pytest.raises(UnbrokenError, match="is no checkpoint that unbroken reported"):
+        pointer_of(result.checkpoint)
+    assert pointer_of(result.best_checkpoints[0][0]).step == 12  # 14 is saved by nobody
     assert_undisturbed(ranks, out, 14)
 
-    # Ray remembers checkpoints; this directory does not.
+    # Ray remembers checkpoints, though its newest is not ours; this directory has none.
     with pytest.raises(ray.train.WorkerGroupError, match="NoUsableCheckpoint: Ray knows of a checkpoint of step 12"):
         trainer(with_ray, tmp_path / "elsewhere", failures=0).fit()
 
@@ -176,8 +182,32 @@ def test_workers_that_torch_does_not_know_of_are_refused(cluster, tmp_path):
 
 def test_metrics_that_ray_cannot_keep_are_named():
     assert checked({"loss": np.float32(0.5), "name": "x"}) == {"loss": 0.5, "name": "x"}
-    with pytest.raises(UsageError, match="metrics: 'loss' is a Tensor, which Ray cannot keep"):
+    with pytest.raises(UsageError, match="metrics: Ray keeps numbers and strings, but 'loss' is a Tensor"):
         checked({"loss": torch.zeros(())})
+
+
+def test_pointers_of_one_step_do_not_meet_and_a_storage_that_is_not_seen_costs_no_save(tmp_path, caplog):
+    storage = run_config(tmp_path / "out").storage_context
+    one, other = (write_pointer(storage, tmp_path / run, SaveId(4, 0, 0), 1) for run in ("a", "b"))
+    assert one.path != other.path
+    assert [pointer_of(each).path for each in (one, other)] == [tmp_path / "a" / "step-4", tmp_path / "b" / "step-4"]
+    shutil.rmtree(storage.experiment_fs_path)
+    assert write_pointer(storage, tmp_path / "a", SaveId(8, 0, 0), 1) is None
+    assert "Ray is not told of the checkpoint of step 8: this node does not see" in caplog.text
+
+
+def test_local_mode_saves_and_resumes(tmp_path):
+    """In a process of its own: it makes the process a worker for good."""
+    script = (
+        "import sys, pathlib, ray.train.torch; from integrations.ray_jobs import with_ray\n"
+        "out = sys.argv[1]\n"
+        "for until in (5, 9):\n"
+        "    ray.train.torch.TorchTrainer(with_ray, train_loop_config={'out': out, 'until': until, 'storage': out},\n"
+        "        scaling_config=ray.train.ScalingConfig(num_workers=0)).fit()\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], check=True, timeout=120, cwd=tmp_path)
+    assert restored(tmp_path / "out") == [0, 4]
+    assert list(story(tmp_path / "out", 0)) == [*range(1, 6), "final", "draws", *range(6, 10)]
 
 
 def snapshot(config: RunConfig, names: list[str], indices: list[int] | None = None) -> Path:

@@ -59,8 +59,9 @@ def prove(
 ) -> None:
     """Prove that a training script resumes bit for bit.
 
-    Runs SCRIPT under torchrun, first undisturbed; then, per trial, strikes it at random moments, starts the job again
-    until it ends, and compares every loss, sample, random state and weight with the undisturbed run.
+    Runs SCRIPT under torchrun (or alone, see --launcher), first undisturbed; then, per trial, strikes it at random
+    moments, starts the job again until it ends, and compares every loss, sample, random state and weight with the
+    undisturbed run.
 
     Each run gets a run directory of its own: it replaces {out} in the arguments, and every Checkpointer uses it
     whatever its script says. With several nodes, as root and with iproute2, nodes are network namespaces; otherwise
@@ -145,7 +146,7 @@ def _checked(script: list[str]) -> tuple[str, ...]:
     if script[0] == "-m" and len(script) > 1:
         return tuple(script)
     if Path(script[0]).name.startswith(("python", "torchrun")):
-        raise UsageError(f"{script[0]}: give the script alone; prove starts it under torchrun itself")
+        raise UsageError(f"{script[0]}: give the script alone; prove starts it itself")
     if not Path(script[0].replace(OUT, "")).is_file():
         raise UsageError(f"{script[0]}: there is no such script; the script comes after `--`")
     return tuple(script)

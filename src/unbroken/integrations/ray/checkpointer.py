@@ -13,7 +13,6 @@ that was committed, and its own records decide nothing.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -30,11 +29,9 @@ from unbroken.directory import RUN_DIRECTORY
 from unbroken.errors import NoUsableCheckpoint, UsageError
 from unbroken.integrations.ray.notice import Drain
 from unbroken.integrations.ray.pointers import checked, step_known_to_ray, write_pointer
-from unbroken.integrations.ray.private import train_function
+from unbroken.integrations.ray.private import storage, train_function
 from unbroken.restored import Restored
 from unbroken.session import Session
-
-log = logging.getLogger(__name__)
 
 
 def checkpointer(path: str | Path, state: Mapping[str, object], **options: Any) -> RayCheckpointer:
@@ -69,7 +66,9 @@ class RayCheckpointer(Checkpointer):
                 f"{path}: give an absolute path, since Ray gives each start of a job another working directory"
             )
         super().__init__(path, state, **options)
-        self._drain = Drain() if where == "worker" else None  # in local mode signals are the Checkpointer's
+        # Local mode keeps nothing, and leaves signals to the Checkpointer.
+        self._storage = storage() if where == "worker" else None
+        self._drain = Drain() if where == "worker" else None
         self._notice = self._drain or self._notice
         self._metrics: dict[str, Any] = {}
         self._metrics_at: dict[tuple[int, int], dict[str, Any]] = {}
@@ -81,14 +80,11 @@ class RayCheckpointer(Checkpointer):
     def restore(self, *, strict: bool = True) -> Restored | None:
         """As `Checkpointer.restore`, and also raises NoUsableCheckpoint if only Ray remembers a checkpoint."""
         restored = super().restore(strict=strict)
-        known = step_known_to_ray()
-        if restored is None and known is not None:
+        if restored is None and (known := step_known_to_ray()) is not None:
             raise NoUsableCheckpoint(
                 f"Ray knows of a checkpoint of step {known}, but {self._root} is empty: is this the run directory, on "
                 "storage that all nodes see? To start over, give another RunConfig(name=…)"
             )
-        if restored is not None and known is not None and known != restored.step:
-            log.info("Ray's newest checkpoint is step %d; this job goes on from step %d", known, restored.step)
         return restored
 
     def step(
@@ -135,7 +131,7 @@ class RayCheckpointer(Checkpointer):
     def _save(self) -> None:
         if self._drain is not None:
             self._drain.answer()
-        if rank_and_world_size()[0] == 0:
+        if self._storage is not None and rank_and_world_size()[0] == 0:
             self._metrics_at[self._global_step, self._micro_step] = self._metrics
         super()._save()
         self._tell()
@@ -146,10 +142,11 @@ class RayCheckpointer(Checkpointer):
         if session is None or session.generation is None:
             return
         checkpoint, metrics = None, self._metrics
-        if session.cluster.rank == 0 and committed is not None and committed != self._told:
+        tells = session.cluster.rank == 0 and self._storage is not None
+        if tells and committed is not None and committed != self._told:
             self._told = committed
             place = committed.step, committed.micro_step
-            checkpoint = write_pointer(self._root, committed, session.generation.number)
+            checkpoint = write_pointer(self._storage, self._root, committed, session.generation.number)
             # Ray keeps the metrics with the checkpoint, and may score it by them: never those of another step.
             metrics = self._metrics_at[place] if checkpoint is not None else metrics
             self._metrics_at = {at: found for at, found in self._metrics_at.items() if at > place}

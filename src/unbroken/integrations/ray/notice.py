@@ -5,7 +5,7 @@ Ray takes the workers down itself and starts them elsewhere; a train function th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from unbroken.integrations.ray.private import preemption
@@ -16,6 +16,8 @@ from unbroken.preemption import Notice
 class Drain(Notice):
     """What this worker was told of nodes that will be taken away. Used by the training thread."""
 
+    told: Any = field(default_factory=preemption)
+    """Where Ray puts it."""
     answered: Any = None
     """The notice after which a checkpoint was saved."""
 
@@ -27,9 +29,9 @@ class Drain(Notice):
 
     def unanswered(self) -> bool:
         """Whether nodes will be taken away and nothing was saved since Ray said so. Reads an attribute."""
-        told = preemption()
-        return told is not None and told != self.answered
+        info = self.told.preemption_info
+        return info is not None and info != self.answered
 
     def answer(self) -> None:
         """A checkpoint is being saved now."""
-        self.answered = preemption()
+        self.answered = self.told.preemption_info

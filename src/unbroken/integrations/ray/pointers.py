@@ -17,14 +17,16 @@ import msgspec
 import numpy as np
 from pyarrow import fs
 from ray import train
+from ray.train.v2.api.report_config import CheckpointConsistencyMode
 
 from unbroken.commit import SaveId
 from unbroken.errors import UnbrokenError, UsageError
-from unbroken.integrations.ray.private import storage, train_function
 
 log = logging.getLogger(__name__)
 
 FILE = "unbroken.json"
+KNOWN_S = 20.0
+"""How long Ray's controller may take to say what it knows, in seconds."""
 _NAME = re.compile(r"unbroken-start-(\d+)-step-(\d+)(?:\+(\d+))?-*")
 
 
@@ -60,17 +62,15 @@ def pointer_of(checkpoint: Any) -> Pointer:
         raise UnbrokenError(f"{checkpoint.path} is no checkpoint that unbroken reported to Ray: {error}") from error
 
 
-def write_pointer(run: Path, save: SaveId, start: int) -> Any:
+def write_pointer(where: Any, run: Path, save: SaveId, start: int) -> Any:
     """Write the pointer of a committed checkpoint where Ray keeps its own; a `ray.train.Checkpoint`, or None.
 
+    where  Ray's storage, see private.py
     start  number of this start of the job: a later one may tell of the same step
 
-    None in Ray's local mode, and if this node does not see Ray's storage, or cannot write there: training goes on, and
-    nothing is lost, since resuming does not depend on what Ray knows.
+    None if this node does not see Ray's storage, or cannot write there: training goes on, and nothing is lost, since
+    resuming does not depend on what Ray knows.
     """
-    if train_function() == "local":
-        return None
-    where = storage()
     files = where.storage_filesystem
     pointer = Pointer(str(run), save.directory, save.step, save.micro_step)
     inside = f"+{save.micro_step}" if save.micro_step else ""
@@ -96,24 +96,22 @@ def write_pointer(run: Path, save: SaveId, start: int) -> Any:
 
 
 def checked(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics that Ray can keep: numbers of NumPy become Python's. Raises UsageError, naming the first it cannot."""
+    """Metrics that Ray can keep: numbers of NumPy become Python's. Raises UsageError for others."""
     kept = {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()}
-    for name, value in kept.items():
-        try:
-            msgspec.json.encode({name: value})
-        except (TypeError, ValueError) as error:
-            kind = type(value).__name__
-            raise UsageError(f"metrics: {name!r} is a {kind}, which Ray cannot keep ({error})") from error
+    try:
+        msgspec.json.encode(kept)
+    except (TypeError, ValueError) as error:
+        kinds = ", ".join(f"{name!r} is a {type(value).__name__}" for name, value in kept.items())
+        raise UsageError(f"metrics: Ray keeps numbers and strings, but {kinds} ({error})") from error
     return kept
 
 
 def step_known_to_ray() -> int | None:
-    """The step of the newest checkpoint that Ray knows of; None if it knows of none of ours.
+    """The step of the newest of our checkpoints that Ray knows of, whatever else was reported; None if of none.
 
-    Told by the name alone, which all workers have from Ray: no storage is asked.
+    Told by the names alone, which all workers have from Ray: no storage is asked.
     """
-    newest = train.get_checkpoint()
-    if newest is None:
-        return None
-    found = _NAME.fullmatch(posixpath.basename(newest.path.rstrip("/")))
-    return int(found[2]) if found else None
+    reported = train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED, timeout_s=KNOWN_S)
+    names = (posixpath.basename(each.checkpoint.path.rstrip("/")) for each in reported)
+    known = [(int(found[1]), int(found[2])) for name in names if (found := _NAME.fullmatch(name))]
+    return max(known)[1] if known else None

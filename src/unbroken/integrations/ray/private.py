@@ -16,8 +16,8 @@ AT_LEAST = "2.60"
 TESTED = "2.60.0"
 
 IMPORTED = {
-    "ray.train": ("report", "get_context", "get_checkpoint", "Checkpoint"),
-    "ray.train.v2.api.report_config": ("CheckpointUploadMode",),
+    "ray.train": ("report", "get_context", "get_all_reported_checkpoints", "Checkpoint"),
+    "ray.train.v2.api.report_config": ("CheckpointConsistencyMode", "CheckpointUploadMode"),
     "ray.train.v2._internal.execution.context": ("get_train_context",),
     "ray.train.v2._internal.execution.train_fn_utils": ("get_train_fn_utils",),
 }
@@ -53,13 +53,15 @@ def train_function() -> Literal["worker", "local"] | None:
 
 
 def preemption() -> Any:
-    """The PreemptionInfo that this worker was told of; None if it was told of none.
+    """What holds this worker's notice of preemption: `preemption_info`, None until there is one.
 
     `ray.train.get_preemption_info` is a barrier of all workers: nothing to ask at every step.
     """
     from ray.train.v2._internal.execution.context import get_train_context
 
-    return get_train_context().preemption_context.preemption_info
+    found = get_train_context().preemption_context
+    check_attributes(found, ("preemption_info",), "ray", TESTED)
+    return found
 
 
 def storage() -> Any:
