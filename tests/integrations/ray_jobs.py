@@ -144,7 +144,7 @@ def disturb(out: Path, step: int, rank: int, config: dict[str, Any]) -> None:
 def preempted() -> bool:
     from unbroken.integrations.ray.private import preemption
 
-    return preemption() is not None
+    return preemption().preemption_info is not None
 
 
 def wait_until(come: Any, deadline_s: float = 60) -> None:
