@@ -1,5 +1,5 @@
 # make demo   train a small GPT on two nodes of two ranks, lose a node, resume, prove nothing changed
-# make test   build .venv if needed and run all tests (16 minutes on 2 cores)
+# make test   build .venv if needed and run all tests (20 to 25 minutes on 2 cores)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
