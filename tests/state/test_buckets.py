@@ -5,7 +5,9 @@ The cases run in the ranks of the session; each has a process group of its own, 
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -271,3 +273,21 @@ def test_buffers_are_sent_after_a_restore_if_they_had_been_sent_without_it(ranks
         assert [each[1] for each in undisturbed] == [sends] * 2, how
         assert ranks.run_all_well("state.test_buckets:counted", 2, how, True) == undisturbed, how
         assert (undisturbed[0][0] == undisturbed[1][0]) is False, "ranks count alike: this test can show nothing"
+
+
+def dropped(rank: int, world_size: int) -> list[bool]:
+    """Whether a model goes with its job, though no backward came after it was watched, and after it was restored."""
+    kept = keep_state(Job(rank).train(0, 2).state)
+    gone = []
+    for prepare in (State.watch, lambda state: put_state(kept, state)):
+        job = Job(rank)
+        prepare(job.state)
+        model = weakref.ref(job.model)
+        del job
+        gc.collect()
+        gone.append(model() is None)
+    return gone
+
+
+def test_a_model_that_is_not_trained_after_all_does_not_stay_in_memory(ranks):
+    assert ranks.run_all_well("state.test_buckets:dropped", 2) == [[True, True]] * 2

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -132,12 +133,21 @@ class BucketOrder:
             self._handles[name] = register(self._noting(name))
 
     def _noting(self, name: str) -> Any:
+        # Weakly: the collector does not see what a parameter's hooks hold, and a model whose backward never comes
+        # would stay for ever.
+        observer = weakref.ref(self)
+
         def note(_: Tensor) -> None:
-            if self._internals.is_synchronising and name in self._handles:
-                self._order.append(name)
-                self._handles.pop(name).remove()
+            order = observer()
+            if order is not None:
+                order._note(name)
 
         return note
+
+    def _note(self, name: str) -> None:
+        if self._internals.is_synchronising and name in self._handles:
+            self._order.append(name)
+            self._handles.pop(name).remove()
 
     def prepare(self, draft: Draft, root: str, saved: Sequence[str]) -> None:
         """Let a restore lay out the buckets as they were. The replay is a collective: all ranks restore together."""
