@@ -289,5 +289,23 @@ def dropped(rank: int, world_size: int) -> list[bool]:
     return gone
 
 
+def unobserved(rank: int, world_size: int) -> list[int]:
+    """How many hooks a model's parameters have while it is observed, and when its observer is gone."""
+    job = Job(rank)
+    job.state.watch()
+    counts = []
+    for _ in range(2):
+        counts.append(sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in job.model.parameters()))
+        del job.state
+        gc.collect()
+        job.state = None
+    job.train(0, 1)
+    return counts
+
+
+def test_a_model_that_outlives_its_observer_is_left_without_hooks(ranks):
+    assert ranks.run_all_well("state.test_buckets:unobserved", 2) == [[12, 0]] * 2
+
+
 def test_a_model_that_is_not_trained_after_all_does_not_stay_in_memory(ranks):
     assert ranks.run_all_well("state.test_buckets:dropped", 2) == [[True, True]] * 2

@@ -100,6 +100,8 @@ class BucketOrder:
         self._parameters = dict(parameters)
         self._order: list[str] = []
         self._handles: dict[str, RemovableHandle] = {}
+        # Hooks hold their observer weakly (`_noting`), and go with it: they would run in every backward to come.
+        weakref.finalize(self, _take_down, self._handles).atexit = False
 
     @property
     def order(self) -> list[str] | None:
@@ -161,9 +163,7 @@ class BucketOrder:
         replays = reason is None and self._internals.rebuilds and self._ddp.process_group.size() > 1
 
         def replay() -> None:
-            for handle in self._handles.values():
-                handle.remove()
-            self._handles.clear()
+            _take_down(self._handles)
             if replays and not self._internals.has_rebuilt:
                 self._replay(saved)
             self._order = list(saved)
@@ -190,6 +190,13 @@ class BucketOrder:
                 torch.autograd.backward(parameter * 0, torch.zeros_like(parameter))
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+def _take_down(handles: dict[str, RemovableHandle]) -> None:
+    """Observe no more."""
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()
 
 
 @contextmanager
