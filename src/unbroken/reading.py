@@ -8,11 +8,11 @@ memory, verified there, and copied from it, by each thread for itself. Nothing h
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
-import os
-from collections import deque
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -27,14 +27,14 @@ from unbroken.pieces import Pieces
 from unbroken.snapshot import held_boxes
 from unbroken.store.local import LocalStore
 
-RUN_BYTES = 8 << 20
-"""What one call reads, about: long enough for any disk, short enough that its digests are taken from the cache."""
+RUN_BYTES = 1 << 20
+"""What one call reads, about: its digest is then taken from the processor's own cache."""
 READ_BYTES = 64 << 20
 """Most bytes of one file that are held in memory at once while restoring, a block more or less, by one thread."""
 GAP_BYTES = 1 << 20
 """What lies between two wanted parts is read along with them up to this length."""
-READERS = max(2, min(8, os.cpu_count() or 1))
-"""Threads that read."""
+READERS = 8
+"""Threads that read, also on few cores: it is the disk that is kept busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,38 +65,16 @@ class _Wanted:
     """The bytes of its place, flat, if they lie on a CUDA device as in the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Crossing:
-    """What goes to a CUDA device."""
-
-    begin: int
-    """First byte in the file."""
-    place: torch.Tensor
-    """Flat bytes."""
-
-
 @dataclass(slots=True)
 class _Run:
-    """What is read of a file at once."""
+    """What one thread reads of a file at once."""
 
-    landings: list[Landing] = field(default_factory=list)
-    crossings: list[_Crossing] = field(default_factory=list)
-    scattered: list[tuple[_Wanted, memoryview]] = field(default_factory=list)
-    """Parts that lie otherwise in the tensor than in the file, and the memory that they are copied from."""
-    begin: int = 0
+    file: int
+    """Its number in the manifest."""
+    begin: int
     end: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is to be read yet."""
-        return not self.landings and not self.crossings
-
-    def add(self, begin: int, place: memoryview | torch.Tensor) -> None:
-        """Read the bytes from `begin` on into memory, or to a device."""
-        if isinstance(place, memoryview):
-            self.landings.append(Landing(begin, place))
-        else:
-            self.crossings.append(_Crossing(begin, place))
+    parts: list[tuple[_Wanted, int, int]] = field(default_factory=list)
+    """What goes where, and which of its bytes in the file: from the first to one past the last."""
 
 
 def targets_of(tensor: torch.Tensor, spread: Spread | None, rank: int) -> list[Target]:
@@ -128,54 +106,73 @@ def read_tensors(
         for target in parts:
             for piece in pieces.overlapping(name, records[name], target.box):
                 by_file.setdefault(piece.file, []).extend(_wanted(records[name], piece, target))
+    runs = [run for file, wanted in sorted(by_file.items()) for run in _runs(file, wanted, manifest.files[file])]
     # Kernels that still write to targets, their initialisation say, would come after what is read.
     cuda.wait_for_devices(target.tensor for parts in targets.values() for target in parts)
+    stop = threading.Event()
     with ThreadPoolExecutor(READERS, thread_name_prefix="unbroken-reader") as pool:
-        for index, wanted in sorted(by_file.items()):
-            file = manifest.files[index]
-            source = DataFile(store, directory, file)
-            try:
-                _read_file(pool, source, _runs(sorted(wanted, key=lambda item: item.begin), file))
-            finally:
-                source.close()
+        reading = [pool.submit(_read_stretch, store, directory, manifest, part, stop) for part in _dealt(runs)]
+        try:
+            for stretch in reading:  # in order: of several damaged blocks the first is told
+                stretch.result()
+        finally:
+            stop.set()
 
 
-def _read_file(pool: ThreadPoolExecutor, source: DataFile, runs: Iterator[_Run]) -> None:
-    """Read runs by all threads of a pool. When this returns, or raises, none of them reads any more."""
-    pending: deque[Future[None]] = deque()
-    try:
-        for run in runs:
-            pending.append(pool.submit(_read, source, run))
-            if len(pending) == 2 * READERS:
-                pending.popleft().result()
+def _dealt(runs: Sequence[_Run]) -> list[list[_Run]]:
+    """Neighbouring runs of about as many bytes for each thread, which are then one sequential read for the system."""
+    total = sum(run.end - run.begin for run in runs)
+    stretches: list[list[_Run]] = [[] for _ in range(READERS)]
+    before = 0
+    for run in runs:
+        stretches[before * READERS // total].append(run)
+        before += run.end - run.begin
+    return [stretch for stretch in stretches if stretch]
+
+
+def _read_stretch(
+    store: LocalStore, directory: str, manifest: Manifest, runs: Sequence[_Run], stop: threading.Event
+) -> None:
+    """Read one after another until `stop` is set. Each thread opens files for itself: reading ahead goes by opening."""
+    for file, same_file in itertools.groupby(runs, key=lambda run: run.file):
+        source = DataFile(store, directory, manifest.files[file])
+        try:
+            for run in same_file:
+                if stop.is_set():
+                    return
+                _read(source, run)
                 faultpoints.reach("reading")
-        while pending:
-            pending.popleft().result()
-            faultpoints.reach("reading")
-    finally:
-        for future in pending:
-            future.cancel()
-        wait(pending)
+        finally:
+            source.close()
 
 
 def _read(source: DataFile, run: _Run) -> None:
-    if run.crossings:
-        _read_to_devices(source, run)
-    else:
-        source.read(run.landings)
-    for item, memory in run.scattered:
+    landings: list[Landing] = []
+    crossing: list[tuple[torch.Tensor, int]] = []
+    scattered: list[tuple[_Wanted, bytearray]] = []
+    for item, begin, end in run.parts:
+        if item.memory is not None:
+            landings.append(Landing(begin, item.memory[begin - item.begin : end - item.begin]))
+        elif item.on_device is not None:
+            crossing.append((item.on_device[begin - item.begin : end - item.begin], begin))
+        else:
+            scattered.append((item, bytearray(end - begin)))
+            landings.append(Landing(begin, memoryview(scattered[-1][1])))
+    bounces = _bounces([place.numel() for place, _ in crossing])
+    if crossing:
+        landings += [Landing(at, bounce.numpy().data) for (_, at), bounce in zip(crossing, bounces, strict=True)]
+        landings.sort(key=lambda landing: landing.begin)
+    source.read(landings)
+    if crossing:
+        cuda.fill([place for place, _ in crossing], bounces)
+    for item, memory in scattered:
         flat = torch.frombuffer(memory, dtype=torch.uint8).view(item.place.dtype)
         item.place.copy_(flat.as_strided(item.place.shape, item.strides))
 
 
-def _read_to_devices(source: DataFile, run: _Run) -> None:
-    """The same with parts that go to devices, which they reach when they are verified."""
-    lengths = [crossing.place.numel() for crossing in run.crossings]
-    bounces = torch.split(cuda.pinned_bytes(sum(lengths)), lengths)
-    pairs = zip(run.crossings, bounces, strict=True)
-    arriving = [Landing(crossing.begin, bounce.numpy().data) for crossing, bounce in pairs]
-    source.read(sorted([*run.landings, *arriving], key=lambda landing: landing.begin))
-    cuda.fill([crossing.place for crossing in run.crossings], bounces)
+def _bounces(lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    """Pinned memory that bytes for a device are read into and verified in."""
+    return torch.split(cuda.pinned_bytes(sum(lengths)), lengths) if lengths else ()
 
 
 def _wanted(record: TensorRecord, piece: PieceRecord, target: Target) -> Iterator[_Wanted]:
@@ -217,31 +214,25 @@ def _cut(part: Box, held: Box, most: int) -> Iterator[Box]:
     yield from _cut(Box(tuple(begin), part.end), held, most)
 
 
-def _runs(wanted: Sequence[_Wanted], file: FileRecord) -> Iterator[_Run]:
-    """What to read together, in the order of the bytes: parts that lie near each other, up to about RUN_BYTES.
-
-    wanted  sorted by their first byte
-    """
-    length = max(RUN_BYTES, file.block_bytes)
-    run = _Run()
-    for item in wanted:
+def _runs(file: int, wanted: Sequence[_Wanted], record: FileRecord) -> Iterator[_Run]:
+    """What to read together, in the order of the bytes: parts that lie near each other, up to about RUN_BYTES."""
+    length = max(RUN_BYTES, record.block_bytes)
+    run: _Run | None = None
+    for item in sorted(wanted, key=lambda item: item.begin):
         begin, scattered = item.begin, item.memory is None and item.on_device is None
-        place = item.on_device if item.memory is None else item.memory
-        place = memoryview(bytearray(item.end - item.begin)) if place is None else place
         while begin < item.end:
-            window = (run.begin // length + 1) * length
-            if not run.is_empty and (begin >= window or not run.end <= begin <= run.end + GAP_BYTES):
+            if run is not None and not (
+                run.end <= begin <= run.end + GAP_BYTES and begin < (run.begin // length + 1) * length
+            ):
                 yield run
-                run = _Run()
-            if run.is_empty:
-                run.begin, window = begin, (begin // length + 1) * length
+                run = None
+            if run is None:
+                run = _Run(file, begin)
             # Runs end where blocks do, so that no block is read twice. What is copied afterwards stays in one run.
-            end = item.end if scattered else min(item.end, window)
-            run.add(begin, place[begin - item.begin : end - item.begin])
-            run.end = begin = end
-        if isinstance(place, memoryview) and scattered:
-            run.scattered.append((item, place))
-    if not run.is_empty:
+            run.end = item.end if scattered else min(item.end, (run.begin // length + 1) * length)
+            run.parts.append((item, begin, run.end))
+            begin = run.end
+    if run is not None:
         yield run
 
 
