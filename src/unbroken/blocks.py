@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from unbroken.errors import DamagedCheckpoint, UsageError
@@ -18,8 +18,7 @@ from unbroken.manifest import FileRecord
 from unbroken.store.local import LocalStore
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
+class Landing(msgspec.Struct, frozen=True):
     """Where consecutive bytes of a file go."""
 
     begin: int

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from unbroken import cuda, faultpoints
@@ -37,8 +38,7 @@ READERS = 8
 """Threads that read, also on few cores: it is the disk that is kept busy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """Where a part of a tensor goes."""
 
     tensor: torch.Tensor
@@ -47,8 +47,7 @@ class Target:
     """In the coordinates of the whole tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Wanted(msgspec.Struct, frozen=True):
     """A part of one piece, to be read into its place."""
 
     begin: int

@@ -244,12 +244,14 @@ def _check_tree(value: Any, place: str, tensors: Tensors, level: int) -> None:
         raise ValueError(f"{place[:80]}… is nested deeper than {MOST_LEVELS} levels")
     if isinstance(value, list):
         for index, item in enumerate(value):
-            _check_tree(item, f"{place}/{index}", tensors, level + 1)
+            if isinstance(item, (list, dict)):  # spelling the place of each number costs more than the rest
+                _check_tree(item, f"{place}/{index}", tensors, level + 1)
     elif isinstance(value, dict):
         if TAG in value:
             _check_tagged(value, place, tensors)
         for key, item in value.items():
-            _check_tree(item, f"{place}/{key}", tensors, level + 1)
+            if isinstance(item, (list, dict)):
+                _check_tree(item, f"{place}/{key}", tensors, level + 1)
 
 
 def _check_tagged(value: dict[str, Any], place: str, tensors: Tensors) -> None:

@@ -113,19 +113,24 @@ class Search:
 
     def _shadows(self) -> Iterator[Candidate]:
         """Tensors in a plain dict or list that are what a registered module has, one for one: an average of it, say."""
-        if not self._alive.of(TENSORS):
+        uncovered = [(value, held) for value, held in self._lists() if not any(one in self._covered for one in held)]
+        if not uncovered:  # what follows looks at each tensor of the model
             return
         ours = [list(with_submodules(module)) for module in self._registered if is_a(module, nn.Module)]
         gradients = {
             id(tensor.grad) for parts in ours for part in parts for tensor in own_tensors(part) if tensor.is_leaf
         }
         shapes = {_shapes(tensors) for parts in ours for tensors in (_parameters_in(parts), _tensors_in(parts))}
+        for value, held in uncovered:
+            if not any(id(tensor) in gradients for tensor in held) and _shapes(held) in shapes:
+                yield Candidate(TENSORS, value, tuple(held))
+
+    def _lists(self) -> Iterator[tuple[object, list[Tensor]]]:
+        """Plain dicts and lists of several tensors, and what they hold."""
         for value in self._alive.of(TENSORS):
             held: list[Tensor] = list(value.values()) if is_a(value, dict) else list(value)
-            if any(tensor in self._covered or id(tensor) in gradients for tensor in held):
-                continue
-            if len(held) > 1 and _shapes(held) in shapes:
-                yield Candidate(TENSORS, value, tuple(held))
+            if len(held) > 1:
+                yield value, held
 
 
 def _parameters_in(parts: list[nn.Module]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import msgspec
 import torch
 
 from unbroken.layout.spread import Spread
@@ -20,8 +21,7 @@ Json: TypeAlias = Any
 """A value that JSON can hold, as `state.codec` encodes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class LiveTensor:
+class LiveTensor(msgspec.Struct, frozen=True):
     """One tensor of the state, as it lies in the running job. Not a copy."""
 
     tensor: torch.Tensor
@@ -36,8 +36,7 @@ class LiveTensor:
         return self.spread.shape if self.spread is not None else tuple(self.tensor.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
+class SavedTensor(msgspec.Struct, frozen=True):
     """What a checkpoint says of one tensor."""
 
     dtype: torch.dtype

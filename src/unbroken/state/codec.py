@@ -19,11 +19,11 @@ import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {kind.__name__: kind for kind in (lis
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Where in the tree the encoder stands."""
 
     path: str
@@ -60,8 +59,7 @@ class Place:
         return Place(f"{self.path}/{name}", f"{self.text}.{name}", self.level + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorReference:
+class TensorReference(msgspec.Struct, frozen=True):
     """A tensor that an encoded value refers to."""
 
     name: str

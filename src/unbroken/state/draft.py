@@ -6,6 +6,7 @@ Nothing live is touched before that.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -151,7 +152,7 @@ class Draft:
         differing = [_listed("differ", self.differing)] if self.differing else []
         if differing or (strict and missing):
             raise _misfit([*missing, _listed("only in the checkpoint", self.unexpected), *differing])
-        steps = [(what, step) for _, what, step in sorted(self._steps, key=lambda entry: entry[0])]
+        steps = sorted(self._steps, key=lambda entry: entry[0])
         self.warnings += [f"not restored: {text}" for text in missing]
         transient = self.transient if strict else set(self.targets)
         return Restoration(self.targets, self.spreads, lambda: _run(steps), self.unexpected, self.warnings, transient)
@@ -194,10 +195,11 @@ def device_of_kind(kind: str) -> torch.device:
     return torch.device(kind if available else "cpu")
 
 
-def _run(steps: list[tuple[str, Callable[[], None]]]) -> None:
-    for what, step in steps:
+def _run(steps: list[tuple[Phase, str, Callable[[], None]]]) -> None:
+    for what, same in itertools.groupby(steps, key=lambda entry: entry[1]):
         with naming(what):
-            step()
+            for _, _, step in same:
+                step()
 
 
 @contextmanager

@@ -212,10 +212,11 @@ def _note_missing(draft: Draft, sources: _Sources, slot: Slot) -> None:
         )
 
 
-@torch.no_grad()
 def _target_of(draft: Draft, live: Tensor) -> Tensor:
     """The live tensor itself, or, if its elements share memory (an expanded buffer), one that is copied into it."""
-    if not any(stride == 0 and size > 1 for stride, size in zip(live.stride(), live.shape, strict=True)):
+    if live.is_contiguous() or not any(
+        stride == 0 and size > 1 for stride, size in zip(live.stride(), live.shape, strict=True)
+    ):
         return live.detach()
     target = torch.empty(live.shape, dtype=live.dtype, device=live.device)
     draft.then(Phase.MODULES, _copying(target, live))

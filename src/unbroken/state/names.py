@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ _WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """One module of a tree."""
 
     fqn: str
@@ -43,8 +42,7 @@ class Place:
     """The nearest DistributedDataParallel at or above it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True):
     """A parameter or buffer under one of its names."""
 
     root: str
@@ -86,20 +84,22 @@ def _walk(place: Place, above: frozenset[int]) -> Iterator[Place]:
         return
     ddp = module if isinstance(module, DistributedDataParallel) else place.ddp
     yield Place(place.fqn, module, ddp)
+    wrapped = _wrapped(module) if module._modules else None
     for child_name, child in module._modules.items():
         if child is not None:
-            fqn = place.fqn if _is_wrapped(module, child_name) else join(place.fqn, child_name)
+            fqn = place.fqn if child_name == wrapped else join(place.fqn, child_name)
             yield from _walk(Place(fqn, child, ddp), above | {id(module)})
 
 
-def _is_wrapped(module: nn.Module, child_name: str) -> bool:
+def _wrapped(module: nn.Module) -> str | None:
+    """Under which name a wrapper has the module that it wraps; None for any other module."""
     # torch.compile lives in a part of torch that is slow to import, and is there if a module was compiled.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
-        return child_name == "_orig_mod"
+        return "_orig_mod"
     if is_fsdp1(module):
-        return child_name == WRAPPED
-    return any(isinstance(module, wrapper) and child_name == attribute for wrapper, attribute in _WRAPPERS)
+        return WRAPPED
+    return next((attribute for wrapper, attribute in _WRAPPERS if isinstance(module, wrapper)), None)
 
 
 def join(*parts: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,8 +28,7 @@ from unbroken.state.sharding import beside, is_dtensor, local_of, spread_of
 WITH_PARAMETER = "parameter"
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(msgspec.Struct, frozen=True):
     """A parameter with state, as the optimizer has it; or one of several that it has as parts of a flat one."""
 
     parameter: Tensor

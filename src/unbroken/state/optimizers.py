@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -289,7 +290,8 @@ def _partly_known(name: str, owners: Sequence[Owner], known: set[str]) -> list[s
 def _as_saved(owner: Owner, parameters: ParameterNames, known: set[str]) -> Owner:
     """The owner by the name that the checkpoint has for it: a tied parameter may stand there under another."""
     names = parameters.names_of(owner.parameter, owner.part)
-    return replace(owner, name=next((name for name in names if name in known), owner.name))
+    name = next((name for name in names if name in known), owner.name)
+    return owner if name == owner.name else msgspec.structs.replace(owner, name=name)
 
 
 def _prepare_group(draft: Draft, name: str, group: MatchedGroup, saved: Json, shared: Shared) -> None:
