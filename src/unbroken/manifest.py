@@ -315,10 +315,10 @@ def _check_tensor(name: str, tensor: TensorRecord, manifest: Manifest) -> None:
     files = manifest.files
     itemsize = dtype_of(tensor.dtype).itemsize
     shape = tuple(tensor.shape)
-    if len(shape) > MOST_DIMENSIONS or any(length < 0 for length in shape):
+    if len(shape) > MOST_DIMENSIONS or (shape and min(shape) < 0):
         raise ValueError(f"tensor {name!r} has a negative length or {len(shape)} dimensions")
     # An empty tensor has no bytes to bound its other lengths by.
-    if math.prod(max(length, 1) for length in shape) * itemsize > MOST:
+    if math.prod([length or 1 for length in shape]) * itemsize > MOST:
         raise ValueError(f"tensor {name!r} is too large for any machine")
     if tensor.cuts is not None:
         _check_cuts(name, tensor.cuts, tensor, manifest.meshes)

@@ -20,9 +20,9 @@ _SHARED_DTYPES = frozenset(np.dtype(code) for code in "?bhilqBHILQefdFD")
 
 def reason_not_plain(tensor: Tensor) -> str | None:
     """Why a tensor is not simply a block of numbers (`a sparse tensor`), or None if it is."""
-    if isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):
-        return "a tensor whose shape is not known yet"
-    if type(tensor) not in (Tensor, Parameter):
+    if type(tensor) is not Tensor and type(tensor) is not Parameter:
+        if isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):
+            return "a tensor whose shape is not known yet"
         return f"a tensor of the class {type(tensor).__module__}.{type(tensor).__qualname__}"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}"
@@ -30,7 +30,7 @@ def reason_not_plain(tensor: Tensor) -> str | None:
         return "a tensor of torch.inference_mode()"
     if tensor.is_quantized:
         return "a quantised tensor"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "a tensor on the meta device, without values"
     return None
 

@@ -109,7 +109,7 @@ class Draft:
     def fill(self, name: str, target: Tensor, spread: Spread | None = None) -> None:
         """Read the saved tensor `name` into `target`, or into what this rank holds of it, if it fits."""
         if self.fits(name, target, spread):
-            self.targets[name] = target.detach()
+            self.targets[name] = target.detach() if target.requires_grad else target
             if spread is not None:
                 self.spreads[name] = spread
 

@@ -47,7 +47,9 @@ class Owner(msgspec.Struct, frozen=True):
 
     def of(self, item: Tensor) -> Tensor:
         """What this rank holds of a state tensor; of one that is laid out like a flat parameter, the owner's part."""
-        local = local_of(item).detach()
+        local = local_of(item)
+        if local.requires_grad:
+            local = local.detach()
         return self.part.of(local) if self.part is not None and item.shape == self.parameter.shape else local
 
 
