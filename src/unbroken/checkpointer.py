@@ -181,7 +181,7 @@ class Checkpointer:
             self._micro_step += 1
             return
         if self._session is not None:
-            self._session.let_small_save_finish()
+            self._session.before_step(self._state.bytes_to_write)
         self._global_step += 1
         self._micro_step = 0
         self._with_gradients = gradients

@@ -30,8 +30,8 @@ from unbroken.store.local import LocalStore
 
 RUN_BYTES = 1 << 20
 """What one call reads, about: its digest is then taken from the processor's own cache."""
-READ_BYTES = 64 << 20
-"""Most bytes of one file that are held in memory at once while restoring, a block more or less, by one thread."""
+READ_BYTES = 8 << 20
+"""Most bytes that one thread holds in memory at once while restoring, a block more or less."""
 GAP_BYTES = 1 << 20
 """What lies between two wanted parts is read along with them up to this length."""
 READERS = 8

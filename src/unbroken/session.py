@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -75,6 +76,7 @@ class Session:
     _copier: Copier | None = None
     _routes: Routes = field(default_factory=Routes)
     _in_flight: int = 0
+    _expects_saves: bool = False
     _newest_bytes: int = 0
     """Of this rank's part of the newest save."""
     _progress: threading.Condition = field(default_factory=threading.Condition)
@@ -235,12 +237,18 @@ class Session:
             self._in_flight -= 1
             self._progress.notify_all()
 
-    def let_small_save_finish(self) -> None:
-        """Wait for saves in flight if the newest is small, but no longer than SMALL_WAIT_S.
+    def before_step(self, bytes_to_write: Callable[[], int]) -> None:
+        """Called before a step counts.
 
-        Called before a step counts: then a kill costs at most the steps between two saves, not those done while the
-        newest was being written as well. Costs nothing when nothing is in flight, and large saves are never waited for.
+        bytes_to_write  about how many a save of this rank has; asked once, to have memory ready for the first one
+
+        Waits for saves in flight if the newest is small, but no longer than SMALL_WAIT_S: then a kill costs at most the
+        steps between two saves, not those done while the newest was being written as well. Costs nothing when nothing
+        is in flight, and large saves are never waited for.
         """
+        if self._writer is not None and not self._expects_saves:  # not earlier: who restores to look at it needs none
+            self._expects_saves = True
+            self._writer.expect(bytes_to_write())
         if self._in_flight and self._newest_bytes <= SMALL_BYTES:
             with self._progress:
                 self._progress.wait_for(lambda: self._in_flight == 0, SMALL_WAIT_S)

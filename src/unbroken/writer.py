@@ -65,6 +65,15 @@ def not_entered_by_rank_0(save: SaveId, deadline_s: float) -> str:
     )
 
 
+def _reserve(arena: Arena, size: int) -> None:
+    if arena.is_pinned:  # only the training thread knows that no graph is being captured
+        return
+    try:
+        arena.reserve(size)
+    except (OSError, MemoryError) as error:  # the save that needs it will say so
+        log.debug("no memory for a save: %s", error)
+
+
 @dataclass(slots=True)
 class Writer:
     """One rank's writing thread. `submit` and `take_arena` are for the training thread."""
@@ -80,7 +89,8 @@ class Writer:
     finished: Callable[[Outcome], None]
     """Called on the writer's thread with each outcome, in order."""
     arenas: queue.Queue[Arena] = field(default_factory=queue.Queue)
-    _jobs: queue.SimpleQueue[Job | None] = field(default_factory=queue.SimpleQueue)
+    _jobs: queue.SimpleQueue[Job | int | None] = field(default_factory=queue.SimpleQueue)
+    """Saves to write; a number of bytes to have an arena of; None at the end."""
     _teller: Teller = field(default_factory=Teller)
     _kept: tuple[Frozen, str, FileRecord] | None = None
     """What did not change, and its file in the newest checkpoint: directory and record."""
@@ -105,12 +115,19 @@ class Writer:
             return self.arenas.get(timeout=deadline_s)
         return None
 
+    def expect(self, size: int) -> None:
+        """Let an arena be ready for a save of about `size` bytes, meanwhile."""
+        self._jobs.put(size)
+
     def submit(self, job: Job) -> None:
         """Hand over a snapshot, which belongs to the writer from now on."""
         self._jobs.put(job)
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if isinstance(job, int):
+                self._reserve_first(job)
+                continue
             try:
                 outcome = self._run(job)
             except Exception as error:
@@ -124,7 +141,7 @@ class Writer:
                     self.arenas.put(job.snapshot.arena if rest is None or rest.done.is_set() else Arena())
             self.finished(outcome)
             if job.snapshot is not None:
-                self._reserve(job.snapshot.plan.layout.size)
+                self._reserve_next(job.snapshot.plan.layout.size)
             del job  # or the thread would hold it until the next one
 
     def _run(self, job: Job) -> Outcome:
@@ -230,17 +247,23 @@ class Writer:
             _refuse_thawed(frozen.thawed)
         return FileRecord(name, frozen.layout.size, digests.block_bytes, digests.text())
 
-    def _reserve(self, size: int) -> None:
+    def _reserve_first(self, size: int) -> None:
+        """Let an arena be ready for the first save. That one waits for it: it would not be faster with another."""
+        arenas: list[Arena] = []
+        with contextlib.suppress(queue.Empty):
+            while len(arenas) < self.slots:
+                arenas.append(self.arenas.get_nowait())
+        if len(arenas) == self.slots:  # else that save has begun
+            _reserve(arenas[0], size)
+        for arena in arenas:
+            self.arenas.put(arena)
+
+    def _reserve_next(self, size: int) -> None:
         """Let the arena of the next save be ready, too: the loop would stand still, or a step wait, for its pages."""
         with contextlib.suppress(queue.Empty):
             arena = self.arenas.get_nowait()
-            try:
-                if not arena.is_pinned:  # only the training thread knows that no graph is being captured
-                    arena.reserve(size)
-            except (OSError, MemoryError) as error:  # the save that needs it will say so
-                log.debug("no memory for a second save: %s", error)
-            finally:
-                self.arenas.put(arena)
+            _reserve(arena, size)
+            self.arenas.put(arena)
 
     def _as_rank_0(self, save: SaveId, values: Mapping[str, bytes]) -> list[str]:
         """Names whose values are byte for byte those of rank 0: what a thousand ranks have alike is sent once."""

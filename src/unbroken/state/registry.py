@@ -8,6 +8,7 @@ Belongs to the training thread. Communicates only in `Restoration.finish`, where
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from itertools import chain
@@ -30,6 +31,10 @@ from unbroken.state.sharding import holds_unreduced_gradients, reshard, spread_o
 
 TENSOR = "tensor"
 """Kind of a tensor that is registered by itself."""
+_SMALL_BYTES = 1 << 20
+"""More than random numbers and counters have."""
+_ENTRY_BYTES = 1 << 10
+"""More than a file says of a tensor."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _RESERVED = ("rng", "rank", "gradients")
 
@@ -223,6 +228,18 @@ class State:
         return sum(
             live.tensor.numel() * live.tensor.element_size()
             for live in self.capture(accumulating=False).tensors.values()
+        )
+
+    def bytes_to_write(self) -> int:
+        """How many of a save are this rank's to write, rather more than less; 0 if that cannot be told."""
+        try:
+            standing = self._keeper.current(self._look).standing
+        except UnbrokenError:  # the first save will say so
+            return 0
+        return _SMALL_BYTES + sum(
+            math.prod(live.shape) * live.tensor.element_size() // (len(live.spread.mesh.ranks) if live.spread else 1)
+            + _ENTRY_BYTES
+            for live in standing.values()
         )
 
     def rng_digest(self) -> str:
