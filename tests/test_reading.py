@@ -21,6 +21,7 @@ from unbroken.image.image import Arena
 from unbroken.manifest import FileRecord, Manifest
 from unbroken.reading import READERS, Target, read_tensors
 from unbroken.store.local import LocalStore
+from unbroken.writer import Writer
 
 MB = 1 << 20
 
@@ -206,3 +207,19 @@ def test_the_first_save_after_a_restore_finds_its_memory_ready(tmp_path: Path, m
         checkpointer.save()
         checkpointer.wait()
         assert all(thread == "unbroken-writer" for thread, _ in reserved)
+
+
+def test_what_a_save_has_needed_is_not_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arena that grows is for a moment there twice."""
+    expected: list[int] = []
+    monkeypatch.setattr(Writer, "expect", lambda self, size: expected.append(size))
+    with unbroken.Checkpointer(tmp_path, {"model": torch.nn.Linear(3, 3)}) as checkpointer:
+        for _ in range(2):
+            checkpointer.step()
+            checkpointer.save()
+        assert not expected
+    with unbroken.Checkpointer(tmp_path, {"model": torch.nn.Linear(3, 3)}) as checkpointer:
+        checkpointer.restore()
+        for _ in range(3):
+            checkpointer.step()
+        assert len(expected) == 1

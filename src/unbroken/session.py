@@ -174,6 +174,7 @@ class Session:
         if self._copier is not None:
             self._copier.finish()
         faultpoints.reach("entered")
+        self._expects_saves = True  # what this one needs is known better
         arena = self._writer.take_arena(self.settings.write_deadline_s) if captured is not None else None
         if captured is not None and arena is None:
             error = f"earlier saves are still being written after {self.settings.write_deadline_s:g} s"

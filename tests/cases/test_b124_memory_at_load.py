@@ -2,7 +2,7 @@
 B127: memory doubled at load. B126: all ranks loaded onto one device.
 
 Right: saves hold one copy of the rank's own part for each that may be in flight; a restore reads into the live
-tensors, in stretches of at most 64 MiB; no rank ever holds the whole. Also when another number of ranks restores.
+tensors, with at most 64 MiB in hand; no rank ever holds the whole. Also when another number of ranks restores.
 """
 
 from __future__ import annotations

@@ -47,9 +47,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     def of(self, item: Tensor) -> Tensor:
         """What this rank holds of a state tensor; of one that is laid out like a flat parameter, the owner's part."""
-        local = local_of(item)
-        if local.requires_grad:
-            local = local.detach()
+        local = local_of(item).detach()  # which keeps what lies there if `item.data` becomes something else
         return self.part.of(local) if self.part is not None and item.shape == self.parameter.shape else local
 
 
