@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,7 +204,7 @@ def test_the_first_save_after_a_restore_finds_its_memory_ready(tmp_path: Path, m
         checkpointer.step()
         assert ready.wait(20)
         ((thread, size),) = reserved
-        assert thread == "unbroken-writer" and path.stat().st_size <= size < path.stat().st_size + 2 * MB
+        assert thread == "unbroken-writer" and path.stat().st_size <= size < path.stat().st_size + 3 * MB
         checkpointer.save()
         checkpointer.wait()
         assert all(thread == "unbroken-writer" for thread, _ in reserved)
@@ -223,3 +224,63 @@ def test_what_a_save_has_needed_is_not_estimated(tmp_path: Path, monkeypatch: py
         for _ in range(3):
             checkpointer.step()
         assert len(expected) == 1
+
+
+def test_memory_is_reserved_for_what_will_be_copied_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen weights never are, and replaced tensors are not held until a save comes."""
+    expected: list[int] = []
+    monkeypatch.setattr(Writer, "expect", lambda self, size: expected.append(size))
+    model = torch.nn.Sequential(torch.nn.Linear(2000, 2000), torch.nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    model.register_buffer("replaced", torch.zeros(5))
+    with unbroken.Checkpointer(tmp_path, {"model": model}) as checkpointer:
+        checkpointer.restore()
+        replaced = weakref.ref(model.replaced)
+        checkpointer.step()
+        model.replaced = torch.ones(5)
+        assert replaced() is None
+    assert expected and expected[0] < 3 * MB
+
+
+class Raising(torch.nn.Module):
+    """A model that cannot be looked at."""
+
+    broken = False
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        if self.broken:
+            raise RuntimeError("not today")
+        return super().modules()
+
+
+def test_what_cannot_be_looked_at_is_told_by_the_save_not_by_the_step(tmp_path: Path) -> None:
+    model = Raising()
+    checkpointer = unbroken.Checkpointer(tmp_path, {"model": model})
+    checkpointer.restore()
+    model.broken = True
+    checkpointer.step()
+    assert checkpointer.global_step == 1
+    with pytest.raises(RuntimeError, match="not today"):
+        checkpointer.save()
+    model.broken = False
+    checkpointer.close()
+
+
+def test_a_writer_that_cannot_reserve_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = threading.Event()
+    real = Arena.reserve
+
+    def failing(self: Arena, size: int) -> None:
+        if not tried.is_set():
+            tried.set()
+            raise OverflowError("too large")
+        real(self, size)
+
+    monkeypatch.setattr(Arena, "reserve", failing)
+    with unbroken.Checkpointer(tmp_path, {"model": torch.nn.Linear(3, 3)}, on_error="raise") as checkpointer:
+        checkpointer.restore()
+        checkpointer.step()
+        assert tried.wait(20)
+        checkpointer.save()
+        checkpointer.wait()
+    assert newest(tmp_path)[2].step == 1

@@ -249,7 +249,9 @@ class Session:
         """
         if self._writer is not None and not self._expects_saves:  # not earlier: who restores to look at it needs none
             self._expects_saves = True
-            self._writer.expect(bytes_to_write())
+            size = bytes_to_write()
+            if size:
+                self._writer.expect(size)
         if self._in_flight and self._newest_bytes <= SMALL_BYTES:
             with self._progress:
                 self._progress.wait_for(lambda: self._in_flight == 0, SMALL_WAIT_S)

@@ -70,7 +70,7 @@ def _reserve(arena: Arena, size: int) -> None:
         return
     try:
         arena.reserve(size)
-    except (OSError, MemoryError) as error:  # the save that needs it will say so
+    except Exception as error:  # no memory, say: the save that needs it will tell
         log.debug("no memory for a save: %s", error)
 
 
@@ -250,13 +250,15 @@ class Writer:
     def _reserve_first(self, size: int) -> None:
         """Let an arena be ready for the first save. That one waits for it: it would not be faster with another."""
         arenas: list[Arena] = []
-        with contextlib.suppress(queue.Empty):
-            while len(arenas) < self.slots:
-                arenas.append(self.arenas.get_nowait())
-        if len(arenas) == self.slots:  # else that save has begun
-            _reserve(arenas[0], size)
-        for arena in arenas:
-            self.arenas.put(arena)
+        try:
+            with contextlib.suppress(queue.Empty):
+                while len(arenas) < self.slots:
+                    arenas.append(self.arenas.get_nowait())
+            if len(arenas) == self.slots:  # else that save has begun
+                _reserve(arenas[0], size)
+        finally:
+            for arena in arenas:
+                self.arenas.put(arena)
 
     def _reserve_next(self, size: int) -> None:
         """Let the arena of the next save be ready, too: the loop would stand still, or a step wait, for its pages."""

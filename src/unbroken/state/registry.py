@@ -8,6 +8,7 @@ Belongs to the training thread. Communicates only in `Restoration.finish`, where
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -29,10 +30,12 @@ from unbroken.state.names import ParameterNames, Place, Slot, Ties, check_plain,
 from unbroken.state.parts import Elsewhere
 from unbroken.state.sharding import holds_unreduced_gradients, reshard, spread_of
 
+log = logging.getLogger(__name__)
+
 TENSOR = "tensor"
 """Kind of a tensor that is registered by itself."""
-_SMALL_BYTES = 1 << 20
-"""More than random numbers and counters have."""
+_SMALL_BYTES = 2 << 20
+"""More than random numbers, counters and frozen weights have that are copied at each save."""
 _ENTRY_BYTES = 1 << 10
 """More than a file says of a tensor."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -231,15 +234,20 @@ class State:
         )
 
     def bytes_to_write(self) -> int:
-        """How many of a save are this rank's to write, rather more than less; 0 if that cannot be told."""
+        """How many of a save are this rank's to copy, rather more than less; 0 if that cannot be told.
+
+        Never raises, whatever the objects do: what is wrong with them is for the first save, which all ranks come to.
+        """
         try:
-            standing = self._keeper.current(self._look).standing
-        except UnbrokenError:  # the first save will say so
+            look = self._look()  # not to be kept: it may be long until a save
+        except Exception as error:
+            log.debug("cannot tell how much there is to save: %s", error)
             return 0
         return _SMALL_BYTES + sum(
             math.prod(live.shape) * live.tensor.element_size() // (len(live.spread.mesh.ranks) if live.spread else 1)
             + _ENTRY_BYTES
-            for live in standing.values()
+            for name, live in look.standing.items()
+            if name not in look.frozen
         )
 
     def rng_digest(self) -> str:
