@@ -35,6 +35,8 @@ bench: $(STAMP)
 	$(BIN)/pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/saving.py --small --rounds 3
+	$(BIN)/python benchmarks/turns.py --peer raw --peer safetensors --peer torch_checkpointing --peer unbroken --rounds 0
+	$(BIN)/python benchmarks/turns.py --peer torch_checkpointing --peer unbroken --rounds 40 --loads 0
 	$(BIN)/python benchmarks/cadence.py
 	$(BIN)/python benchmarks/sharded.py
 
