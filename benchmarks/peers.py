@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -227,24 +227,44 @@ class DcpProcess(DcpThread):
         dist.destroy_process_group()
 
 
-class Snapshot(Peer):
-    """torchsnapshot's async_take; it does not sync by itself."""
+class SyncedBeside(Peer):
+    """One that writes beside the loop and does not sync: a thread does, as soon as all is written."""
+
+    _durable: Future[None] | None = None
+
+    def __init__(self, directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(directory, model, optimizer)
+        self._pool = ThreadPoolExecutor(1)
+
+    def sync_after(self, wait: Callable[[], Any]) -> None:
+        """Sync what lies in `newest` when `wait` returns."""
+
+        def run() -> None:
+            wait()
+            sync(self.newest)
+
+        self._durable = self._pool.submit(run)
+
+    def finish(self) -> None:
+        if self._durable is not None:
+            self._durable.result()
+            self._durable = None
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class Snapshot(SyncedBeside):
+    """torchsnapshot's async_take."""
 
     needs = "torchsnapshot"
-    _pending: Any = None
 
     def save(self, step: int) -> None:
         import torchsnapshot
 
         self.finish()
         self.newest = self.directory / str(step)
-        self._pending = torchsnapshot.Snapshot.async_take(str(self.newest), self._app_state())
-
-    def finish(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
-            sync(self.newest)
-            self._pending = None
+        self.sync_after(torchsnapshot.Snapshot.async_take(str(self.newest), self._app_state()).wait)
 
     def load(self) -> None:
         import torchsnapshot
@@ -255,11 +275,10 @@ class Snapshot(Peer):
         return {"model": self.model, "optimizer": self.optimizer}
 
 
-class TorchCheckpointing(Peer):
-    """torch_checkpointing's manager: copied by a thread, written by a process. It does not sync by itself."""
+class TorchCheckpointing(SyncedBeside):
+    """torch_checkpointing's manager: copied by a thread, written by a process."""
 
     needs = "torch_checkpointing"
-    _written: Any = None
 
     def __init__(self, directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
         import torch_checkpointing
@@ -273,16 +292,10 @@ class TorchCheckpointing(Peer):
     def save(self, step: int) -> None:
         self.finish()
         self.newest = self.directory / str(step)
-        self._written = self._manager.save(str(self.newest), self.state())
+        self.sync_after(self._manager.save(str(self.newest), self.state()).result)
 
     def lock(self) -> AbstractContextManager[Any]:
         return self._manager.lock()
-
-    def finish(self) -> None:
-        if self._written is not None:
-            self._written.result()
-            sync(self.newest)
-            self._written = None
 
     def load(self) -> None:
         state = self.state()
@@ -290,6 +303,7 @@ class TorchCheckpointing(Peer):
         self.put(state)
 
     def close(self) -> None:
+        super().close()
         self._manager.close()
 
 

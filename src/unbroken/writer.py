@@ -27,6 +27,7 @@ from unbroken.image.digest import BlockDigests, block_bytes_for, digest_blocks, 
 from unbroken.image.image import Arena
 from unbroken.kept import Frozen
 from unbroken.manifest import FileRecord
+from unbroken.pacing import Pace
 from unbroken.snapshot import Snapshot
 from unbroken.state.draft import count_and_name
 from unbroken.store.local import LocalStore
@@ -94,10 +95,12 @@ class Writer:
     _teller: Teller = field(default_factory=Teller)
     _kept: tuple[Frozen, str, FileRecord] | None = None
     """What did not change, and its file in the newest checkpoint: directory and record."""
+    _pace: Pace = field(default_factory=Pace)
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to serve jobs."""
+        self._pace.start()
         for _ in range(self.slots):
             self.arenas.put(Arena())
         self._thread = threading.Thread(target=self._serve, name="unbroken-writer", daemon=True)
@@ -105,6 +108,7 @@ class Writer:
 
     def stop(self, deadline_s: float) -> None:
         """Finish the jobs that were submitted, then end."""
+        self._pace.stop()
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join(deadline_s)
@@ -213,9 +217,9 @@ class Writer:
         content = snapshot.arena.content()
         block_bytes = block_bytes_for(len(content))
         with ThreadPoolExecutor(1, thread_name_prefix="unbroken-digests") as pool:
-            parts = self._copied(snapshot, max(block_bytes, DIGEST_BYTES))
+            parts = self._pace.giving_way(self._copied(snapshot, max(block_bytes, DIGEST_BYTES)))
             digests = pool.submit(lambda: [text for part in parts for text in digest_blocks(part, block_bytes)])
-            self.store.create_in_parts(path, _striking(self._copied(snapshot, PART_BYTES)))
+            self.store.create_in_parts(path, _striking(self._pace.giving_way(self._copied(snapshot, PART_BYTES))))
             return FileRecord(name, len(content), block_bytes, "".join(digests.result()))
 
     def _copied(self, snapshot: Snapshot, length: int) -> Iterator[memoryview]:
@@ -241,7 +245,7 @@ class Writer:
             except OSError as error:
                 log.debug("%s is written again: %s", path, error)
         digests = BlockDigests(block_bytes_for(frozen.layout.size))
-        self.store.create_in_parts(path, digests.of(frozen.content()))
+        self.store.create_in_parts(path, digests.of(self._pace.giving_way(frozen.content())))
         if frozen.look():
             self.store.delete(path)
             _refuse_thawed(frozen.thawed)
