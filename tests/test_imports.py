@@ -13,7 +13,7 @@ SOURCE = Path(unbroken.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"cluster", "cuda", "faultpoints", "garbage", "layout", "pacing", "probes", "restored"},
+    {"cluster", "cuda", "elements", "faultpoints", "garbage", "layout", "pacing", "probes", "restored"},
     {"image", "store", "state", "data"},
     {"manifest", "policy", "overlap"},
     {"generations", "blocks", "planning", "environment", "preemption", "meeting", "values", "coverage"},

@@ -21,12 +21,13 @@ from typing import TypeAlias
 import msgspec
 import xxhash
 
+from unbroken.elements import as_bytes
 from unbroken.image.digest import digest_text
 from unbroken.layout.boxes import Box, intersect
 from unbroken.layout.spread import Cuts, holding
 from unbroken.planning import structure_of
 from unbroken.replicas import digest_replicas
-from unbroken.snapshot import as_bytes, held_boxes
+from unbroken.snapshot import held_boxes
 from unbroken.state.captured import Captured
 
 Range: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

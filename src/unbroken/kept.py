@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from unbroken.elements import as_bytes
 from unbroken.image.digest import HEX_CHARS, BlockDigests
 from unbroken.image.image import ImageLayout
 from unbroken.overlap import moved, versions_of
@@ -53,7 +53,7 @@ class Frozen:
         """The bytes of the file, from the tensors themselves."""
         yield memoryview(self.layout.header)
         for source in self.sources:
-            yield source.detach().flatten().view(torch.uint8).numpy().data
+            yield as_bytes(source).numpy().data
 
     def compare(self, blocks: str, block_bytes: int) -> set[str]:
         """Tensors with bytes that do not match a file's digests. Reads all of them."""

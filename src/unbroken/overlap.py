@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unbroken import cuda
+from unbroken.elements import as_bytes
 from unbroken.probes import Probes, RowProbes
 
 log = logging.getLogger(__name__)
@@ -256,7 +257,7 @@ class _Rehearsal:
 @torch.no_grad()
 def _value_of(tensor: Tensor) -> int:
     """A digest of what a tensor holds; of what is on a device its sum, which is taken there."""
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    whole = as_bytes(tensor)
     if tensor.device.type == "cpu":
         return xxhash.xxh3_64_intdigest(whole.numpy().data)
     return int(whole.sum(dtype=torch.int64))

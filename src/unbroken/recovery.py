@@ -20,6 +20,7 @@ from unbroken import faultpoints
 from unbroken.agreement import spell
 from unbroken.candidates import Candidate, Saved, candidates, find_tip, first_manifest, saved_for, saved_tensors
 from unbroken.cluster import Channel, Message
+from unbroken.elements import as_bytes
 from unbroken.errors import (
     DamagedCheckpoint,
     DirectoryProblem,
@@ -32,7 +33,6 @@ from unbroken.image.digest import digest_text
 from unbroken.layout.spread import holding
 from unbroken.manifest import MOST_BYTES, Manifest, TensorRecord, decode
 from unbroken.reading import read_tensors, targets_of
-from unbroken.snapshot import as_bytes
 from unbroken.state.captured import Restoration
 from unbroken.state.draft import count_and_name, only_saved
 from unbroken.state.registry import State

@@ -13,7 +13,8 @@ from typing import TypeAlias
 import torch
 import xxhash
 
-from unbroken.snapshot import Snapshot, as_bytes
+from unbroken.elements import as_bytes
+from unbroken.snapshot import Snapshot
 from unbroken.state.captured import Captured
 
 Holders: TypeAlias = tuple[int, ...]

@@ -177,8 +177,3 @@ def held_boxes(tensor: torch.Tensor, spread: Spread, rank: int) -> list[tuple[Bo
         found.append((box, tensor[offset : offset + box.numel].view(box.shape)))
         offset += box.numel
     return found
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in row-major order, as flat uint8."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)

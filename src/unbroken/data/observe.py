@@ -15,6 +15,8 @@ import torch
 import xxhash
 from torch.utils.data import dataloader
 
+from unbroken.elements import as_bytes
+
 MOST_REMEMBERED = 10_000
 """Batches whose digests wait for `drain_batches`; older ones are forgotten."""
 
@@ -54,9 +56,9 @@ def digest_batch(batch: object) -> str:
 
 def _add(digest: Any, value: object) -> None:
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().contiguous()
+        value = value.detach().cpu()
         digest.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().data)
+        digest.update(as_bytes(value).numpy().data)
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         digest.update(f"array {value.dtype} {value.shape}".encode())
         digest.update(np.ascontiguousarray(value).tobytes())

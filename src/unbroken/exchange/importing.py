@@ -18,6 +18,7 @@ import xxhash
 
 from unbroken import generations
 from unbroken.candidates import first_manifest
+from unbroken.elements import as_bytes
 from unbroken.environment import describe_environment
 from unbroken.errors import DamagedCheckpoint, DirectoryProblem, HistoryExists, UnbrokenError, UsageError
 from unbroken.exchange.contents import CHUNK_BYTES
@@ -196,7 +197,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     rows = flat if flat.dim() else flat.reshape(1)
     at_once = max(1, CHUNK_BYTES * len(rows) // max(1, flat.numel() * flat.element_size()))
     for begin in range(0, len(rows), at_once):
-        piece = rows[begin : begin + at_once].contiguous().flatten().view(torch.uint8)
+        piece = as_bytes(rows[begin : begin + at_once])
         if piece.numel():
             yield piece.numpy().data
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unbroken.elements import as_bytes
 from unbroken.errors import StateMismatch
 from unbroken.state.captured import Json, SavedTensor
 from unbroken.state.codec import references
@@ -159,5 +160,4 @@ class JoinedRestore:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    flat = [tensor.detach().cpu().reshape(1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(flat[0], flat[1])
+    return torch.equal(as_bytes(one.cpu()), as_bytes(other.cpu()))

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from unbroken.elements import as_bytes
 from unbroken.state.captured import Captured, Json, LiveTensor
 from unbroken.state.codec import encode
 from unbroken.state.draft import Draft, Phase, count_and_name
@@ -236,5 +237,4 @@ def _copying(source: Tensor, target: Tensor) -> Callable[[], None]:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    flat = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (one, other.to(one.device))]
-    return torch.equal(flat[0], flat[1])
+    return torch.equal(as_bytes(one), as_bytes(other.to(one.device)))

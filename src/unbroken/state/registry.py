@@ -14,12 +14,12 @@ import re
 from collections.abc import Mapping
 from itertools import chain
 
-import torch
 import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from unbroken.elements import as_bytes
 from unbroken.errors import UnbrokenError, UnsupportedValue, UsageError
 from unbroken.garbage import without_collecting
 from unbroken.state import buckets, foreign_optimizers, gradients, modules, objects, optimizers, rng
@@ -327,11 +327,5 @@ def _digest(value: Json, tensors: Mapping[str, LiveTensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].tensor
         digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(_bytes_of(tensor))
+        digest.update(as_bytes(tensor).cpu().numpy().data)
     return digest.hexdigest()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The elements in row-major order."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
-    return flat.view(torch.uint8).numpy().data
