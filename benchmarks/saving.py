@@ -152,6 +152,7 @@ def load(peer: Any, loop: Loop, directory: Path) -> dict[str, Any]:
     for kind in ("warm", "cold"):
         times = []
         for _ in range(3):
+            loop.optimizer.zero_grad()  # a job that starts again has no gradients
             with torch.no_grad():
                 for parameter in loop.model.parameters():
                     parameter.zero_()

@@ -114,6 +114,7 @@ def _stretches(peers: dict[str, Peer], loop: Loop, every: int, step: int, found:
 
 
 def _load(peer: Peer, loop: Loop, kind: str) -> float:
+    loop.optimizer.zero_grad()  # a job that starts again has no gradients
     with torch.no_grad():
         for parameter in loop.model.parameters():
             parameter.zero_()

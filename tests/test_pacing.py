@@ -29,6 +29,11 @@ def optimizer() -> torch.optim.SGD:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
 
 
+def never() -> bool:
+    """No hurry."""
+    return False
+
+
 class Clock:
     """Seconds as the test wants them."""
 
@@ -61,7 +66,7 @@ def test_nothing_is_written_while_an_optimizer_steps_and_the_rest_right_after(pa
 
     monkeypatch.setattr(pace._free, "wait", seen)
     written: list[int] = []
-    parts = pace.giving_way(range(4))
+    parts = pace.giving_way(range(4), never)
     written += itertools.islice(parts, 2)
     clock.now = 1000.0
     thread = threading.Thread(target=lambda: written.extend(parts))
@@ -87,12 +92,30 @@ def test_a_write_takes_at_most_twice_its_time_in_a_step_that_never_ends(pace, op
             yield part
 
     def closure() -> torch.Tensor:
-        assert list(pace.giving_way(work())) == list(range(50))
+        assert list(pace.giving_way(work(), never)) == list(range(50))
         return torch.zeros(())
 
     optimizer.step(closure)
     assert pace._free.waits == [1.0] * 50
     assert clock.now == 100.0
+
+
+def test_who_is_in_a_hurry_does_not_wait(pace, optimizer, monkeypatch):
+    clock = Clock(monkeypatch)
+    pace._free = Waits(clock)
+    late = iter([False, True, True, False])
+
+    def work() -> Iterator[int]:
+        for part in range(4):
+            clock.now += 1.0
+            yield part
+
+    def closure() -> torch.Tensor:
+        assert list(pace.giving_way(work(), lambda: next(late))) == [0, 1, 2, 3]
+        return torch.zeros(())
+
+    optimizer.step(closure)
+    assert len(pace._free.waits) == 2
 
 
 def test_a_step_that_raises_costs_time_but_no_part(pace, optimizer):
@@ -101,7 +124,7 @@ def test_a_step_that_raises_costs_time_but_no_part(pace, optimizer):
 
     with pytest.raises(RuntimeError, match="out of memory"):
         optimizer.step(closure)
-    assert list(pace.giving_way(range(100))) == list(range(100))
+    assert list(pace.giving_way(range(100), never)) == list(range(100))
 
 
 def test_steps_cost_nothing_after_the_end(optimizer):

@@ -113,7 +113,7 @@ def test_what_was_stopped_reads_no_more(saved: tuple[Path, dict[str, torch.Tenso
     (piece,) = record.pieces
     target = Target(live, reading.whole((3 * MB,)))
     runs = list(reading._runs(piece.file, list(reading._wanted(record, piece, target)), manifest.files[piece.file]))
-    assert len(runs) >= 12
+    assert len(runs) >= 12 * MB // reading.RUN_BYTES
     stop = threading.Event()
     stop.set()
     reading._read_stretch(store, directory, manifest, runs, stop)
@@ -176,7 +176,7 @@ def test_runs_cover_what_is_wanted_once_and_end_where_blocks_do(spans: list[tupl
     blocks = [(run.begin // MB, (run.end - 1) // MB) for run in runs]
     for (_, last), (first, _) in itertools.pairwise(blocks):
         assert last < first, "a block is read once"
-    assert all(run.end - run.begin <= MB for run in runs)
+    assert all(run.end - run.begin <= reading.RUN_BYTES for run in runs)
 
 
 def test_the_first_save_after_a_restore_finds_its_memory_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -37,14 +37,14 @@ class Pace:
             self._handles.pop().remove()
         self._free.set()
 
-    def giving_way(self, parts: Iterable[T]) -> Iterator[T]:
-        """The same parts, none while an optimizer steps.
+    def giving_way(self, parts: Iterable[T], hurry: Callable[[], bool]) -> Iterator[T]:
+        """The same parts, none while an optimizer steps, unless there is a `hurry`.
 
         But what waits here never takes more than twice its time, however long optimizers step, or if one raised.
         """
         began, waited = time.monotonic(), 0.0
         for part in parts:
-            if not self._free.is_set():
+            if not self._free.is_set() and not hurry():
                 now = time.monotonic()
                 self._free.wait(max(0.0, now - began - 2 * waited))
                 waited += time.monotonic() - now

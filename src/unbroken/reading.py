@@ -28,8 +28,9 @@ from unbroken.pieces import Pieces
 from unbroken.snapshot import held_boxes
 from unbroken.store.local import LocalStore
 
-RUN_BYTES = 1 << 20
-"""What one call reads, about: its digest is then taken from the processor's own cache."""
+RUN_BYTES = 2 << 20
+"""What one call reads, about: its digest is then taken from the processor's own cache. With more, loads from the disk
+are slower, with less those from the page cache (604 MB: 93 ms with 1 MB, 82 with 2)."""
 READ_BYTES = 4 << 20
 """Most bytes that one thread holds in memory at once while restoring, a block more or less."""
 GAP_BYTES = 1 << 20

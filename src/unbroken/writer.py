@@ -12,9 +12,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -33,6 +34,7 @@ from unbroken.state.draft import count_and_name
 from unbroken.store.local import LocalStore
 from unbroken.votes import Teller, Vote
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PART_BYTES = 32 << 20
@@ -217,10 +219,14 @@ class Writer:
         content = snapshot.arena.content()
         block_bytes = block_bytes_for(len(content))
         with ThreadPoolExecutor(1, thread_name_prefix="unbroken-digests") as pool:
-            parts = self._pace.giving_way(self._copied(snapshot, max(block_bytes, DIGEST_BYTES)))
+            parts = self._giving_way(self._copied(snapshot, max(block_bytes, DIGEST_BYTES)))
             digests = pool.submit(lambda: [text for part in parts for text in digest_blocks(part, block_bytes)])
-            self.store.create_in_parts(path, _striking(self._pace.giving_way(self._copied(snapshot, PART_BYTES))))
+            self.store.create_in_parts(path, _striking(self._giving_way(self._copied(snapshot, PART_BYTES))))
             return FileRecord(name, len(content), block_bytes, "".join(digests.result()))
+
+    def _giving_way(self, parts: Iterable[T]) -> Iterator[T]:
+        """The same parts, none while an optimizer steps; but the loop shall not wait for an arena because of that."""
+        return self._pace.giving_way(parts, lambda: not self._jobs.empty())
 
     def _copied(self, snapshot: Snapshot, length: int) -> Iterator[memoryview]:
         """Parts of the arena, each when it is complete. Raises SaveFailed, at the end, if they are of no step."""
@@ -245,7 +251,7 @@ class Writer:
             except OSError as error:
                 log.debug("%s is written again: %s", path, error)
         digests = BlockDigests(block_bytes_for(frozen.layout.size))
-        self.store.create_in_parts(path, digests.of(self._pace.giving_way(frozen.content())))
+        self.store.create_in_parts(path, digests.of(self._giving_way(frozen.content())))
         if frozen.look():
             self.store.delete(path)
             _refuse_thawed(frozen.thawed)
