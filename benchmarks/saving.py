@@ -83,13 +83,20 @@ class Loop:
         self.optimizer_s.append(time.perf_counter() - began)
 
     def rows_for(self, step_s: float) -> None:
-        """Make steps take about so long."""
-        self.step()
+        """Make steps take about so long. Forward and backward take some time for any number of rows, and more by row."""
+        few, many = 8, 64
+        self._beside_optimizer(few)  # the first step makes the moments
+        short, long = (min(self._beside_optimizer(rows) for _ in range(3)) for rows in (few, many))
+        left = step_s - statistics.median(self.optimizer_s[-6:]) - short
+        rows = max(few, round(few + left * (many - few) / max(long - short, 1e-6)))
+        self.batch = torch.randn(rows, self.batch.shape[1])
+
+    def _beside_optimizer(self, rows: int) -> float:
+        """Seconds of a step without those of the optimizer."""
+        self.batch = torch.randn(rows, self.batch.shape[1])
         began = time.perf_counter()
         self.step()
-        taken = time.perf_counter() - began - self.optimizer_s[-1]
-        rows = max(1, round(len(self.batch) * (step_s - self.optimizer_s[-1]) / taken))
-        self.batch = torch.randn(rows, self.batch.shape[1])
+        return time.perf_counter() - began - self.optimizer_s[-1]
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
