@@ -83,7 +83,7 @@ class Loop:
         self.optimizer_s.append(time.perf_counter() - began)
 
     def rows_for(self, step_s: float) -> None:
-        """Make steps take about so long. Forward and backward take some time for any number of rows, and more by row."""
+        """Make steps take about so long: forward and backward take a time of their own, and more for each row."""
         few, many = 8, 64
         self._beside_optimizer(few)  # the first step makes the moments
         short, long = (min(self._beside_optimizer(rows) for _ in range(3)) for rows in (few, many))
