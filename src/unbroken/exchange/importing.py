@@ -193,9 +193,8 @@ def _bytes_of(
 @torch.no_grad()
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The elements in row-major order."""
-    flat = tensor.resolve_conj().resolve_neg()
-    rows = flat if flat.dim() else flat.reshape(1)
-    at_once = max(1, CHUNK_BYTES * len(rows) // max(1, flat.numel() * flat.element_size()))
+    rows = tensor if tensor.dim() else tensor.reshape(1)
+    at_once = max(1, CHUNK_BYTES * len(rows) // max(1, tensor.numel() * tensor.element_size()))
     for begin in range(0, len(rows), at_once):
         piece = as_bytes(rows[begin : begin + at_once])
         if piece.numel():

@@ -327,5 +327,5 @@ def _digest(value: Json, tensors: Mapping[str, LiveTensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].tensor
         digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(as_bytes(tensor).cpu().numpy().data)
+        digest.update(as_bytes(tensor.cpu()).numpy().data)
     return digest.hexdigest()
