@@ -53,6 +53,8 @@ def _for_workers():
     # Right after a node was lost Ray still believes in it, and waits for workers there.
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "12"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Ray runs its workers at niceness 15: beside other tests they would starve, and starting one take minutes.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -79,7 +81,7 @@ def trainer(function: Any, out: Path, workers: Any = 2, failures: int = -1, name
     return ray.train.torch.TorchTrainer(
         function,
         train_loop_config={"out": str(out), "until": UNTIL, "storage": storage, **config},
-        torch_config=ray.train.torch.TorchConfig(timeout_s=20),
+        torch_config=ray.train.torch.TorchConfig(timeout_s=60),
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=run_config(out, failures, name),
     )
@@ -290,7 +292,7 @@ class Fit:
             self._ended.append(error)
 
     def result(self) -> Any:
-        self._thread.join(120)
+        self._thread.join(300)
         assert self._ended, "the run does not end"
         if isinstance(self._ended[0], BaseException):
             raise self._ended[0]
